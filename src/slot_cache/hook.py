@@ -1,0 +1,399 @@
+"""SlotCacheHook: the LiteLLM callback. The only file that knows LiteLLM's hooks.
+
+The slot is taken in the last hook before a request goes out, and given back when the request has ended, whatever road
+that takes. A request is found again in the later hooks by a random token in the metadata that LiteLLM's router keeps
+for it: LiteLLM's own call id will not do, since a client may choose it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from litellm.integrations.custom_logger import CustomLogger
+
+from slot_cache import report
+from slot_cache.folder import CacheFolder
+from slot_cache.llama_server import LlamaServer, same_server_key
+from slot_cache.prompt import Prompt, fingerprint, tell_difference
+from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
+from slot_cache.settings import Settings, SettingsError, asks_for_it, read_settings
+from slot_cache.state import Ending, Outcome, Want
+from slot_cache.switcher import Lease, SlotSwitcher
+
+MANAGED_CALLS = frozenset({"acompletion", "atext_completion", "anthropic_messages", "aresponses"})
+
+TOKEN = "slot_cache_request"
+"""The key of our token in LiteLLM's metadata of a request."""
+
+TURNS = 20_000
+"""How many requests are remembered at most; ended ones go first."""
+
+PROMPTS = 2_000
+"""Of how many sessions the fingerprint of the last prompt is kept."""
+
+INLINE_CHARS = 20_000
+"""A prompt with more characters is hashed in a thread; one with as many takes about 0.1 ms."""
+
+USAGE_SECONDS = 10.0
+"""How long after its end a request waits for LiteLLM to tell its usage, before its line is logged without."""
+
+
+@dataclass
+class _Turn:
+    """One request of a client: the attempts that LiteLLM makes at it share one."""
+
+    token: str
+    request: CacheRequest
+    call_type: str = ""
+    nested: bool = False
+    lease: Lease | None = None
+    outcome: Outcome = Outcome.UNMANAGED
+    why: str = ""
+    waited: float = 0.0
+    prompt: str = ""
+    usage: tuple[int, int] | None = None
+    """tokens reused and computed"""
+    reported: bool = False
+    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+    @property
+    def holds(self) -> bool:
+        return self.lease is not None and self.lease.active
+
+
+class SlotCacheHook(CustomLogger):
+    """A LiteLLM callback that gives every conversation its own prompt cache on llama-server.
+
+    It acts on chat, text completion, Anthropic messages and responses requests to routes whose `model_info.slot_cache`
+    asks for it, and on nothing else. It never raises into LiteLLM: whatever goes wrong here, the request goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._once = report.Once()
+        self._switchers: dict[str, SlotSwitcher] = {}
+        self._folders: OrderedDict[tuple[str, str], CacheFolder] = OrderedDict()
+        self._settings: dict[tuple[str, str], Settings | None] = {}
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+
+    async def aclose(self) -> None:
+        """End all background work and close the connections to the servers."""
+        for switcher in self._switchers.values():
+            await switcher.aclose()
+
+    # LiteLLM's hooks. LiteLLM looks for some of them in this very class and passes most arguments by name.
+
+    async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> dict[str, Any] | None:
+        """Take the slot, put the conversation's cache into it, and pin the request to it."""
+        name = str(getattr(call_type, "value", call_type))
+        raw = _slot_cache_option(kwargs)
+        if name not in MANAGED_CALLS or not asks_for_it(raw):
+            turn = self._turn_of(kwargs)  # a fallback to a route that is not ours
+            if turn is not None and turn.holds and not _is_nested(turn, name):
+                self._end(turn, Ending.BROKEN)
+            return None
+        try:
+            turn = await self._begin(kwargs, name, raw)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._once.warn(("bug", type(error).__name__), "a request goes on unmanaged: %s", type(error).__name__)
+            return None
+        if turn is None or turn.lease is None or turn.outcome is Outcome.UNMANAGED:
+            return None
+        extra_body = kwargs.get("extra_body")
+        pinned = {**(extra_body if isinstance(extra_body, dict) else {}), "id_slot": turn.lease.slot}
+        return {**{key: value for key, value in kwargs.items() if key != "id_slot"}, "extra_body": pinned}
+
+    async def async_post_call_success_deployment_hook(
+        self, request_data: dict[str, Any], response: Any, call_type: Any
+    ) -> None:
+        """The server's answer is complete."""
+        turn = self._turn_of(request_data)
+        if turn is not None:
+            self._note_usage(turn, _usage(response))
+            self._end(turn, Ending.ANSWERED)
+
+    async def async_post_call_failure_deployment_hook(
+        self, request_data: Mapping[str, Any], exception: Exception, call_type: Any, fallback_depth: int | None = None
+    ) -> None:
+        """This attempt failed; LiteLLM may make another."""
+        turn = self._turn_of(request_data)
+        if turn is not None:
+            self._end(turn, Ending.BROKEN)
+
+    async def async_post_call_success_hook(self, data: dict[str, Any], user_api_key_dict: Any, response: Any) -> None:
+        """The request is answered, perhaps from LiteLLM's own cache."""
+        turn = self._turn_of(data)
+        if turn is not None and not hasattr(response, "__aiter__"):
+            self._end(turn, Ending.ANSWERED)
+
+    async def async_post_call_failure_hook(
+        self,
+        request_data: dict[str, Any],
+        original_exception: Exception,
+        user_api_key_dict: Any,
+        traceback_str: str | None = None,
+    ) -> None:
+        """The request failed for good, perhaps before anything was sent."""
+        turn = self._turn_of(request_data)
+        if turn is not None:
+            self._end(turn, Ending.BROKEN)
+            self._report(turn)
+
+    async def async_post_call_streaming_iterator_hook(
+        self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Pass a stream on, and notice its end: the last chunk, a failure, or a client that left."""
+        turn = self._turn_of(request_data)
+        ending = Ending.BROKEN
+        try:
+            async for chunk in response:
+                yield chunk
+            ending = Ending.ANSWERED
+        finally:
+            if turn is not None:
+                self._end(turn, ending)
+
+    async def async_post_call_response_headers_hook(
+        self,
+        data: dict[str, Any],
+        user_api_key_dict: Any,
+        response: Any,
+        request_headers: dict[str, str] | None = None,
+        litellm_call_info: dict[str, object] | None = None,
+    ) -> dict[str, str] | None:
+        """Tell the client the outcome."""
+        turn = self._turn_of(data)
+        return None if turn is None else {"x-slot-cache": turn.outcome.value}
+
+    async def async_log_success_event(
+        self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any
+    ) -> None:
+        """LiteLLM knows the usage of a stream only here."""
+        turn = self._turn_of(kwargs)
+        if turn is not None:
+            if kwargs.get("cache_hit") is not True:
+                self._note_usage(turn, _usage(response_obj))
+            if not turn.holds:
+                self._report(turn)
+
+    # a request's life
+
+    async def _begin(self, kwargs: dict[str, Any], call_type: str, raw: object) -> _Turn | None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None or self._loop.is_closed():
+            self._loop = loop
+        if loop is not self._loop:
+            self._once.warn(("loop",), "requests from another event loop go on unmanaged")
+            return None
+        turn = self._turn_of(kwargs)
+        if turn is not None and turn.holds:
+            if _is_nested(turn, call_type):
+                turn.nested = True
+                return turn
+            self._end(turn, Ending.BROKEN)  # another attempt: the last one ended without a word
+        settings = self._settings_of(kwargs, raw)
+        if settings is None:
+            return None
+        try:
+            request = read_request(kwargs, settings)
+        except RequestError as error:
+            self._once.warn(
+                ("request", str(error)), "route %s is not managed: %s", report.shown(route_of(kwargs) or "-"), error
+            )
+            return None
+        metadata = request_metadata(kwargs)
+        if metadata is None:
+            return None
+        if turn is None:
+            turn = _Turn(uuid.uuid4().hex, request)
+            self._remember(turn)
+            metadata[TOKEN] = turn.token
+        turn.request, turn.call_type, turn.nested = request, call_type, False
+        turn.prompt = await self._compare(request.key, kwargs)
+        switcher = self._switcher_of(request)
+        lease = await switcher.acquire(
+            settings.slot,
+            Want(request.key, request.owner, apart=settings.scope == "key"),
+            self._folder_of(request, settings),
+            queue_seconds=settings.queue_seconds,
+            idle_seconds=settings.save_idle_seconds,
+        )
+        turn.lease = lease
+        turn.outcome, turn.why, turn.waited = lease.granted.outcome, lease.granted.why, lease.waited
+        return turn
+
+    def _end(self, turn: _Turn, ending: Ending) -> None:
+        """The attempt has ended: give the slot back. A plain call, safe in a `finally` that may not await."""
+        if turn.lease is None or not turn.lease.active:
+            return
+        turn.lease.release(ending)
+        if turn.usage is not None:
+            self._report(turn)
+        elif turn.timer is None and self._loop is not None and not self._loop.is_closed():
+            turn.timer = self._loop.call_later(USAGE_SECONDS, self._report, turn)
+
+    def _report(self, turn: _Turn) -> None:
+        if turn.reported or turn.holds:
+            return
+        turn.reported = True
+        if turn.timer is not None:
+            turn.timer.cancel()
+        reused, computed = turn.usage if turn.usage is not None else ("-", "-")
+        report.info(
+            "request %s: %s%s, reused %s, computed %s, waited %.3f s%s",
+            turn.request.key or f"{turn.request.tag} (no session)",
+            turn.outcome.value,
+            f" ({turn.why})" if turn.why else "",
+            reused,
+            computed,
+            turn.waited,
+            f"; {turn.prompt}" if turn.prompt else "",
+        )
+        if self._loop is not None and not self._loop.is_closed():
+            # later hooks of the same request still find it for a while
+            self._loop.call_later(USAGE_SECONDS, self._turns.pop, turn.token, None)
+
+    def _note_usage(self, turn: _Turn, usage: tuple[int, int] | None) -> None:
+        if usage is not None:
+            turn.usage = usage
+
+    def _remember(self, turn: _Turn) -> None:
+        self._turns[turn.token] = turn
+        if len(self._turns) > TURNS:
+            for token, old in list(self._turns.items())[: TURNS // 10]:
+                if not old.holds:
+                    del self._turns[token]
+
+    def _turn_of(self, data: Mapping[str, Any]) -> _Turn | None:
+        places = [data]
+        params = data.get("litellm_params")
+        if isinstance(params, Mapping):
+            places.append(params)
+        for place in places:
+            for name in ("litellm_metadata", "metadata"):
+                metadata = place.get(name)
+                token = metadata.get(TOKEN) if isinstance(metadata, Mapping) else None
+                turn = self._turns.get(token) if isinstance(token, str) else None
+                if turn is not None:
+                    return turn
+        return None
+
+    # what a request needs
+
+    def _settings_of(self, kwargs: Mapping[str, Any], raw: object) -> Settings | None:
+        route = route_of(kwargs) or "-"
+        info = kwargs.get("model_info")
+        deployment = str(info.get("id")) if isinstance(info, Mapping) else ""
+        where = (deployment, repr(raw))
+        if where not in self._settings:
+            if len(self._settings) > 10_000:
+                self._settings.clear()
+            try:
+                self._settings[where] = read_settings(route, raw)
+            except SettingsError as error:
+                self._settings[where] = None
+                report.logger.error("slot-cache: %s; the route is passed through unmanaged", error)
+        return self._settings[where]
+
+    def _switcher_of(self, request: CacheRequest) -> SlotSwitcher:
+        name = same_server_key(request.base_url)
+        switcher = self._switchers.get(name)
+        if switcher is None:
+            switcher = self._switchers[name] = SlotSwitcher(LlamaServer(request.base_url, request.api_key))
+        switcher.server.api_key = request.api_key
+        return switcher
+
+    def _folder_of(self, request: CacheRequest, settings: Settings) -> CacheFolder:
+        where = (request.tag, str(settings.save_path or ""))
+        folder = self._folders.get(where)
+        if folder is None:
+            if settings.save_path is None and (settings.max_files or settings.max_bytes):
+                self._once.warn(
+                    ("limits", request.tag),
+                    "route %s: max_files and max_gib need save_path",
+                    report.shown(request.route),
+                )
+            folder = self._folders[where] = CacheFolder(
+                request.tag, settings.save_path, settings.max_files, settings.max_bytes
+            )
+            while len(self._folders) > PROMPTS:
+                self._folders.popitem(last=False)
+        self._folders.move_to_end(where)
+        return folder
+
+    async def _compare(self, key: str | None, kwargs: Mapping[str, Any]) -> str:
+        """Where the prompt differs from the last one of its session, in words; "" for a session's first."""
+        if key is None:
+            return ""
+        asked = {name: kwargs[name] for name in _PROMPT_FIELDS if kwargs.get(name) is not None}
+        if _rough_size(asked) <= INLINE_CHARS:
+            prompt = fingerprint(asked)
+        else:
+            prompt = await asyncio.to_thread(fingerprint, asked)
+        last = self._prompts.pop(key, None)
+        self._prompts[key] = prompt
+        while len(self._prompts) > PROMPTS:
+            self._prompts.popitem(last=False)
+        return "" if last is None else tell_difference(last, prompt)
+
+
+_PROMPT_FIELDS = ("messages", "system", "instructions", "input", "prompt", "tools")
+
+
+def _rough_size(asked: object, depth: int = 0) -> int:
+    """About how many characters there are to hash; counts no further than it needs to."""
+    if isinstance(asked, str):
+        return len(asked)
+    if depth > 6:
+        return 16
+    total = 16
+    if isinstance(asked, Mapping):
+        asked = list(asked.values())
+    if isinstance(asked, (list, tuple)):
+        for value in asked:
+            total += _rough_size(value, depth + 1)
+            if total > INLINE_CHARS:
+                break
+    return total
+
+
+def _slot_cache_option(kwargs: Mapping[str, Any]) -> object:
+    info = kwargs.get("model_info")
+    return info.get("slot_cache") if isinstance(info, Mapping) else None
+
+
+def _is_nested(turn: _Turn, call_type: str) -> bool:
+    """Whether this is the call that LiteLLM makes inside the one of /v1/messages, for the same attempt."""
+    return turn.call_type == "anthropic_messages" and call_type != "anthropic_messages" and not turn.nested
+
+
+def _usage(response: Any) -> tuple[int, int] | None:
+    """Tokens reused and computed of the prompt, from an answer of any of the APIs; None if it does not say."""
+    usage = _get(response, "usage") or _get(_get(response, "response"), "usage")
+    if usage is None:
+        return None
+    details = _get(usage, "prompt_tokens_details") or _get(usage, "input_tokens_details")
+    total = _get(usage, "prompt_tokens")
+    if not isinstance(total, int):
+        total = _get(usage, "input_tokens")
+    reused = _get(details, "cached_tokens")
+    if reused is None and _get(usage, "cache_read_input_tokens") is not None:  # Anthropic counts them beside the input
+        reused = _get(usage, "cache_read_input_tokens")
+        total = total + reused if isinstance(total, int) and isinstance(reused, int) else None
+    if not isinstance(total, int) or total <= 0:
+        return None
+    reused = reused if isinstance(reused, int) else 0
+    return reused, max(total - reused, 0)
+
+
+def _get(thing: Any, name: str) -> Any:
+    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)

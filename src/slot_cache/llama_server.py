@@ -1,0 +1,218 @@
+"""llama-server's HTTP API as far as slots need it, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from slot_cache.state import SlotReading
+
+LOOK_SECONDS = 2.5
+"""How long `GET /slots`, /props and /health may take. A healthy server answers in milliseconds, or, between two batches
+of a long prompt, in a few seconds; a request must not wait longer than 5 s for a server that hangs."""
+
+SWITCH_SECONDS = 2.0
+SLOWEST_BYTES_PER_SECOND = 50e6
+"""A save or restore may take `SWITCH_SECONDS` and the time its bytes need on a slow disk."""
+
+UNKNOWN_BYTES_PER_TOKEN = 128 * 1024
+"""A token's size in a file before one has been seen: that of an 8B model with f16 K/V and grouped-query attention."""
+
+Fault = Literal["unreachable", "timeout", "refused", "nonsense"]
+
+
+class LlamaServerError(Exception):
+    """A call did not bring what it should.
+
+    Attributes:
+        fault: `unreachable` (no connection, or it broke), `timeout`, `refused` (an HTTP error, see status), `nonsense`
+            (an answer of another shape than llama-server's).
+        status: the HTTP status, 0 if there was none.
+    """
+
+    def __init__(self, fault: Fault, what: str, status: int = 0) -> None:
+        super().__init__(what)
+        self.fault: Fault = fault
+        self.status = status
+
+
+@dataclass(frozen=True)
+class SwitchAnswer:
+    """What the server says of a save or a restore: tokens, bytes, and its own milliseconds for it."""
+
+    tokens: int
+    bytes: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Props:
+    """What `GET /props` tells of the server: whether it sleeps, and whether it is a router of models."""
+
+    sleeping: bool
+    router: bool
+    total_slots: int
+
+
+def base_url_of(api_base: str) -> str:
+    """The server's own address from a deployment's `api_base`, with or without /v1.
+
+    Raises:
+        ValueError: it is no http or https URL with a host.
+    """
+    parts = urlsplit(api_base.strip())
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("api_base is no http or https URL")
+    path = parts.path.rstrip("/")
+    if path.endswith("/v1"):
+        path = path[: -len("/v1")].rstrip("/")
+    return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+def shown_url(base_url: str) -> str:
+    """The address without user and password, for logs."""
+    parts = urlsplit(base_url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def same_server_key(base_url: str) -> str:
+    """Equal for addresses that surely name the same server: case, a default port, and localhost's names do not count."""
+    parts = urlsplit(base_url)
+    host = (parts.hostname or "").lower()
+    if host in ("localhost", "::1"):
+        host = "127.0.0.1"
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return f"{parts.scheme}://{host}:{port}{parts.path}"
+
+
+class LlamaServer:
+    """One llama-server.
+
+    Every method raises `LlamaServerError` and nothing else (but `CancelledError`), within its time. A call on a
+    kept-alive connection that the server has closed meanwhile is made once more on a new one; all calls here may
+    safely be made twice.
+    """
+
+    def __init__(
+        self, base_url: str, api_key: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.base_url = base_url
+        self.shown = shown_url(base_url)
+        self.api_key = api_key
+        self._transport = transport
+        # the server closes an idle connection after 5 s
+        self._client = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=16, max_keepalive_connections=4, keepalive_expiry=4.0),
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def slots(self) -> list[SlotReading]:
+        """Every slot. This wakes a server that sleeps; ask `props` first where nobody waits."""
+        body = await self._call("GET", "/slots", LOOK_SECONDS)
+        try:
+            return [_slot_reading(entry) for entry in body]
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise LlamaServerError(
+                "nonsense", f"GET /slots answered no list of slots ({type(error).__name__})"
+            ) from None
+
+    async def props(self) -> Props:
+        """The server's own account of itself. It does not wake a server that sleeps."""
+        body = await self._call("GET", "/props", LOOK_SECONDS)
+        if not isinstance(body, dict):
+            raise LlamaServerError("nonsense", "GET /props answered no object")
+        total = body.get("total_slots")
+        return Props(
+            sleeping=body.get("is_sleeping") is True,
+            router=body.get("role") == "router",
+            total_slots=total if isinstance(total, int) else 0,
+        )
+
+    async def alive(self) -> bool:
+        """Whether /health answers, which it does while the model computes."""
+        try:
+            await self._call("GET", "/health", 1.0)
+        except LlamaServerError:
+            return False
+        return True
+
+    async def save(self, slot: int, filename: str, expected_bytes: float) -> SwitchAnswer:
+        """Have the slot written to a file in the server's --slot-save-path. Never call it for a busy slot."""
+        return await self._switch(slot, "save", filename, expected_bytes, ("n_saved", "n_written", "save_ms"))
+
+    async def restore(self, slot: int, filename: str, expected_bytes: float) -> SwitchAnswer:
+        """Have a file read into the slot. One that fails (`refused`) leaves the slot empty."""
+        return await self._switch(slot, "restore", filename, expected_bytes, ("n_restored", "n_read", "restore_ms"))
+
+    async def erase(self, slot: int) -> None:
+        """Have the slot emptied."""
+        await self._call("POST", f"/slots/{slot}", SWITCH_SECONDS, params={"action": "erase"}, json={})
+
+    async def _switch(
+        self, slot: int, action: str, filename: str, expected_bytes: float, names: tuple[str, str, str]
+    ) -> SwitchAnswer:
+        seconds = SWITCH_SECONDS + expected_bytes / SLOWEST_BYTES_PER_SECOND
+        body = await self._call(
+            "POST", f"/slots/{slot}", seconds, params={"action": action}, json={"filename": filename}
+        )
+        try:
+            tokens, size = body[names[0]], body[names[1]]
+            milliseconds = body.get("timings", {}).get(names[2], 0.0)
+            if not (isinstance(tokens, int) and isinstance(size, int) and isinstance(milliseconds, (int, float))):
+                raise TypeError
+        except (TypeError, KeyError, AttributeError):
+            raise LlamaServerError("nonsense", f"{action} answered without {names[0]} and {names[1]}") from None
+        return SwitchAnswer(tokens, size, float(milliseconds))
+
+    async def _call(
+        self, method: str, path: str, seconds: float, *, params: dict[str, str] | None = None, json: Any = None
+    ) -> Any:
+        what = f"{method} {path}" + (f"?action={params['action']}" if params and "action" in params else "")
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = httpx.Timeout(seconds, connect=min(seconds, LOOK_SECONDS))
+
+        async def send(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.request(
+                method, self.base_url + path, params=params, json=json, headers=headers, timeout=timeout
+            )
+
+        try:
+            try:
+                response = await send(self._client)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                async with httpx.AsyncClient(transport=self._transport, trust_env=False) as fresh:
+                    response = await send(fresh)
+        except httpx.TimeoutException:
+            raise LlamaServerError("timeout", f"{what}: no answer within {seconds:.1f} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
+            raise LlamaServerError("unreachable", f"{what}: {type(error).__name__}") from None
+        if response.status_code != 200:
+            raise LlamaServerError("refused", f"{what}: HTTP {response.status_code}", response.status_code)
+        try:
+            return response.json()
+        except ValueError:
+            raise LlamaServerError("nonsense", f"{what}: the answer is no JSON") from None
+
+
+def _slot_reading(entry: dict[str, Any]) -> SlotReading:
+    number, processing, task, tokens = (
+        entry["id"],
+        entry["is_processing"],
+        entry.get("id_task"),
+        entry.get("n_prompt_tokens", 0),
+    )
+    if not isinstance(number, int) or not isinstance(processing, bool) or not isinstance(tokens, int):
+        raise TypeError
+    if task is not None and not isinstance(task, int):
+        raise TypeError
+    if task is not None and task < 0:
+        task = None
+    return SlotReading(number, processing, task, tokens)

@@ -1,0 +1,86 @@
+"""Pure: what is in a slot, and what to do before a request goes there. No I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from slot_cache.state import Mark, Outcome, Resident, Saved, SlotReading, Want
+
+
+class Found(str, Enum):
+    """What a slot turned out to hold, compared with what was left there."""
+
+    AS_LEFT = "as left"
+    EMPTY = "empty"
+    FOREIGN = "foreign"
+    RESTARTED = "restarted"
+
+
+def judge(resident: Resident | None, reading: SlotReading) -> tuple[Found, Resident | None]:
+    """Compare what we remember of an idle slot with what the server says; the server is right.
+
+    Returns:
+        what was found, and the resident as it really is: marked, or None where nothing of ours is left.
+    """
+    last_task = None if resident is None else resident.mark.task if resident.mark else resident.task_before
+    restarted = last_task is not None and (reading.task is None or reading.task < last_task)
+    if restarted:
+        return Found.RESTARTED, None
+    if reading.task is None or reading.tokens == 0:
+        return Found.EMPTY, None
+    if resident is None:
+        return Found.FOREIGN, None
+    mark = Mark(reading.task, reading.tokens)
+    if resident.mark is None:
+        if reading.task == resident.task_before:  # the request never reached the slot
+            return judge(resident.before, reading)
+        return Found.AS_LEFT, replace(resident, mark=mark)
+    if resident.mark == mark:
+        return Found.AS_LEFT, resident
+    return Found.FOREIGN, None
+
+
+def worth_saving(resident: Resident | None) -> bool:
+    """Whether a save of this resident would be new and no worse than the last good one.
+
+    A broken request may have left less of the conversation than its file holds: that file is kept.
+    """
+    if resident is None or resident.key is None or not resident.dirty or resident.mark is None:
+        return False
+    return resident.mark.tokens > 0 and (resident.whole or resident.mark.tokens > resident.saved_tokens)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do, in this order: save the resident, restore the wanted cache, or erase the slot."""
+
+    outcome: Outcome
+    save: bool = False
+    restore: bool = False
+    erase: bool = False
+
+
+def make_plan(want: Want, resident: Resident | None, saved: Saved | None, reading: SlotReading) -> Plan:
+    """Decide what happens before the request of `want` is sent to a slot.
+
+    Args:
+        want: what the request would continue.
+        resident: what is in the slot, as `judge` found it.
+        saved: the wanted cache on disk, None if there is none.
+        reading: the slot as the server sees it; tokens that are nobody's may be there.
+
+    A slot is not erased for a new conversation: the server reuses a shared beginning by itself. Only where the tokens
+    there may belong to another owner, and the request must be kept apart, it is.
+    """
+    if want.key is not None and resident is not None and resident.key == want.key:
+        better_on_disk = not resident.whole and saved is not None and saved.tokens > reading.tokens
+        if not better_on_disk:
+            return Plan(Outcome.RESIDENT)
+    save = worth_saving(resident)
+    if want.key is not None and saved is not None:
+        return Plan(Outcome.RESTORED, save=save, restore=True)
+    owner = None if resident is None else resident.owner
+    holds_tokens = reading.task is not None and reading.tokens > 0
+    strangers = owner != want.owner if owner is not None else want.owner != ""
+    return Plan(Outcome.COLD, save=save, erase=want.apart and holds_tokens and strangers)

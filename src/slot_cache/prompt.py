@@ -1,0 +1,271 @@
+"""Fingerprints of prompts: what two prompts share and where they part, told without keeping any text.
+
+A prompt is a row of messages, a message a row of pieces (text, a tool call, an image), and a piece is cut into blocks of
+`BLOCK_CHARS` characters. Each block's hash covers the one before it, so two prompts share exactly as many leading blocks
+as their chains are equal. Chat, Anthropic messages and responses requests give the same chain where they say the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+BLOCK_CHARS = 256
+"""Characters of a block: where two prompts part is known to within so many."""
+
+_LINK_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Span:
+    """One message of a prompt: who speaks, its length in characters, and how many blocks of the chain it takes."""
+
+    role: str
+    chars: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt's fingerprint: about 8 bytes for every `BLOCK_CHARS` characters, and no text."""
+
+    chain: tuple[bytes, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    role: str
+    kind: str
+    text: str
+
+
+def fingerprint(request: Mapping[str, Any]) -> Prompt:
+    """The fingerprint of a request's prompt: of `messages` (chat or Anthropic, with `system`), `input` (responses, with
+    `instructions`) or `prompt`, and of `tools`.
+
+    Whatever is of an unknown shape counts as its JSON. Takes about 2 ms for a million characters. Raises nothing.
+    """
+    chain: list[bytes] = []
+    spans: list[Span] = []
+    link = b""
+    for role, pieces in _messages(request):
+        first, chars = len(chain), 0
+        for piece in pieces:
+            link = _digest(link, f"{role}\0{piece.kind}".encode())
+            data = piece.text
+            chars += len(data)
+            for start in range(0, max(len(data), 1), BLOCK_CHARS):
+                link = _digest(link, data[start : start + BLOCK_CHARS].encode("utf-8", "surrogatepass"))
+                chain.append(link)
+        spans.append(Span(role, chars, len(chain) - first))
+    return Prompt(tuple(chain), tuple(spans))
+
+
+def shared_blocks(one: Prompt, other: Prompt) -> int:
+    """How many leading blocks two prompts share."""
+    count = 0
+    for mine, theirs in zip(one.chain, other.chain, strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count
+
+
+def tell_difference(last: Prompt, now: Prompt) -> str:
+    """In words, where a prompt first differs from the last one of its session."""
+    shared = shared_blocks(last, now)
+    same, rest = _whole_messages(now, shared)
+    same_before, _ = _whole_messages(last, shared)
+    if same == len(now.spans):
+        if len(last.chain) == len(now.chain):
+            return "the prompt is the same"
+        return f"the first {_count(same, 'message')} are the same, the end was cut"
+    if same_before == len(last.spans):
+        new = len(now.spans) - same
+        return f"the first {_count(same, 'message')} are the same, {_count(new, 'new message')} follow{'s' if new == 1 else ''}"
+    span = now.spans[same]
+    return (
+        f"the first {_count(same, 'message')} are the same, message {same + 1} ({span.role}) is the same for its first "
+        f"{min(rest * BLOCK_CHARS, span.chars)} of {span.chars} characters"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _whole_messages(prompt: Prompt, blocks: int) -> tuple[int, int]:
+    """How many whole messages lie in the first `blocks` blocks, and how many blocks are left of the next."""
+    for index, span in enumerate(prompt.spans):
+        if span.blocks > blocks:
+            return index, blocks
+        blocks -= span.blocks
+    return len(prompt.spans), blocks
+
+
+def _digest(link: bytes, data: bytes) -> bytes:
+    return blake2b(link + data, digest_size=_LINK_BYTES).digest()
+
+
+def _messages(request: Mapping[str, Any]) -> Iterator[tuple[str, list[_Piece]]]:
+    """The messages, in order; neighbouring pieces of the assistant are one message in every shape."""
+    role, pieces = "", []  # type: tuple[str, list[_Piece]]
+    for piece, starts in _pieces(request):
+        if pieces and (piece.role != role or (starts and piece.role != "assistant")):
+            yield role, pieces
+            pieces = []
+        role = piece.role
+        pieces.append(piece)
+    if pieces:
+        yield role, pieces
+
+
+def _pieces(request: Mapping[str, Any]) -> Iterator[tuple[_Piece, bool]]:
+    """Every piece of the prompt, and whether a message starts with it."""
+    tools = request.get("tools")
+    if isinstance(tools, Sequence) and not isinstance(tools, str) and tools:
+        for tool in tools:
+            yield _Piece("tools", "tool", _json(_tool(tool))), False
+    for name in ("system", "instructions"):
+        if request.get(name):
+            yield from _starting(_content("system", request[name]))
+    if "messages" in request:
+        yield from _rows(request["messages"])
+    elif "input" in request:
+        yield from _rows(request["input"])
+    elif "prompt" in request:
+        prompt = request["prompt"]
+        yield _Piece("prompt", "text", prompt if isinstance(prompt, str) else _json(prompt)), True
+
+
+def _rows(rows: object) -> Iterator[tuple[_Piece, bool]]:
+    if isinstance(rows, str):
+        rows = [{"role": "user", "content": rows}]
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping):
+        rows = [rows]
+    for row in rows:
+        yield from _starting(_row(row))
+
+
+def _starting(pieces: Iterable[_Piece]) -> Iterator[tuple[_Piece, bool]]:
+    """Mark the first piece, and each tool's answer, as the beginning of a message."""
+    last = ""
+    for piece in pieces:
+        yield piece, piece.role != last or piece.role == "tool"
+        last = piece.role
+
+
+def _row(row: object) -> Iterator[_Piece]:
+    if not isinstance(row, Mapping):
+        yield _Piece("unknown", "json", _json(row))
+        return
+    kind = row.get("type")
+    if kind == "function_call":
+        yield _call(row.get("name"), row.get("arguments"))
+        return
+    if kind == "function_call_output":
+        yield _Piece("tool", "text", _plain(row.get("output")))
+        return
+    if kind == "reasoning":
+        yield _Piece("assistant", "reasoning", _plain(row.get("summary") or row.get("content")))
+        return
+    role = row.get("role")
+    role = "system" if role == "developer" else role if isinstance(role, str) else "unknown"
+    if role in ("tool", "function"):
+        yield _Piece("tool", "text", _plain(row.get("content")))
+        return
+    reasoning = row.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning:
+        yield _Piece(role, "reasoning", reasoning)
+    yield from _content(role, row.get("content"))
+    calls = row.get("tool_calls")
+    if isinstance(calls, Sequence) and not isinstance(calls, str):
+        for call in calls:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping):
+                yield _call(function.get("name"), function.get("arguments"))
+            else:
+                yield _Piece("assistant", "call", _json(call))
+
+
+def _content(role: str, content: object) -> Iterator[_Piece]:
+    if content is None or content == "" or content == []:
+        return
+    if isinstance(content, str):
+        yield _Piece(role, "text", content)
+        return
+    if not isinstance(content, Sequence):
+        yield _Piece(role, "json", _json(content))
+        return
+    for block in content:
+        if isinstance(block, str):
+            yield _Piece(role, "text", block)
+            continue
+        if not isinstance(block, Mapping):
+            yield _Piece(role, "json", _json(block))
+            continue
+        kind = block.get("type")
+        text = block.get("text")
+        if isinstance(text, str):
+            yield _Piece(role, "text", text)
+        elif kind == "tool_use":
+            yield _call(block.get("name"), block.get("input"))
+        elif kind == "tool_result":
+            yield _Piece("tool", "text", _plain(block.get("content")))
+        elif kind == "thinking":
+            yield _Piece(role, "reasoning", _plain(block.get("thinking")))
+        else:
+            yield _Piece(role, "media", _media(block))
+
+
+def _call(name: object, arguments: object) -> _Piece:
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # not JSON (yet): as it is
+            arguments = json.loads(arguments)
+    return _Piece("assistant", "call", f"{name}\0{_json(arguments)}")
+
+
+def _tool(tool: object) -> object:
+    """A tool's definition in one shape: chat nests it in `function`, Anthropic says `input_schema`."""
+    if not isinstance(tool, Mapping):
+        return tool
+    function = tool.get("function")
+    inner: Mapping[str, Any] = function if isinstance(function, Mapping) else tool
+    if "name" not in inner:
+        return dict(tool)
+    schema = inner.get("parameters", inner.get("input_schema"))
+    return [inner.get("name"), inner.get("description"), schema]
+
+
+def _plain(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = [block.get("text") if isinstance(block, Mapping) else block for block in content]
+        if all(isinstance(text, str) for text in texts):
+            return "\n".join(str(text) for text in texts)
+    return "" if content is None else _json(content)
+
+
+def _media(block: Mapping[str, Any]) -> str:
+    """The hash of an image, a sound or a file, the same for its data in any shape."""
+    for name in ("image_url", "source", "input_audio", "file", "file_data"):
+        inner = block.get(name)
+        if isinstance(inner, Mapping):
+            inner = inner.get("url") or inner.get("data") or inner.get("file_data") or inner
+        if isinstance(inner, str) and inner:
+            data = inner.partition(";base64,")[2] or inner
+            return blake2b(data.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return blake2b(_json(block).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=repr)
+    except (TypeError, ValueError, RecursionError):
+        return repr(type(value))

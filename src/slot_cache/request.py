@@ -1,0 +1,138 @@
+"""What a request is to us, read from the arguments that LiteLLM hands to its hooks."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slot_cache.llama_server import base_url_of
+from slot_cache.settings import Settings
+
+MASTER_KEY = "litellm_proxy_master_key"
+"""What LiteLLM writes in place of a key's hash for the master key."""
+
+SESSION_MADE_UP = "litellm_session_id_generated"
+"""LiteLLM's mark on a session id that it made up itself, for a request that had none."""
+
+_HEX = re.compile(r"[0-9a-f]{32}")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class RequestError(ValueError):
+    """The request lacks something that a managed route needs. The message says what."""
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """One request to a managed route.
+
+    Attributes:
+        route: the model_name the client asked for.
+        base_url: the server, without /v1.
+        api_key: the server's key, None for none.
+        session: 32 hex digits that stand for who is asking, None if nobody told.
+        owner: the LiteLLM key's hash, "" where there is only one.
+    """
+
+    route: str
+    base_url: str
+    api_key: str | None
+    session: str | None
+    owner: str
+
+    @property
+    def tag(self) -> str:
+        """The beginning of the file names of the route."""
+        return route_tag(self.route)
+
+    @property
+    def key(self) -> str | None:
+        """The name of the cache that the request would continue."""
+        return None if self.session is None else f"{self.tag}_{self.session}"
+
+
+def route_tag(route: str) -> str:
+    """A route's name as part of a file name: safe characters only, and no two routes have the same."""
+    digest = hashlib.sha256(route.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{_UNSAFE.sub('_', route)[:40]}-{digest[:8]}"
+
+
+def session_digest(session_id: str, owner: str) -> str:
+    """32 hex digits for a session id: itself if it is such already and there is only one LiteLLM key, else a hash."""
+    if not owner and _HEX.fullmatch(session_id):
+        return session_id
+    text = f"{owner}\0{session_id}" if owner else session_id
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def request_metadata(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The dict where LiteLLM's router keeps what it knows of the request: `metadata` or `litellm_metadata`.
+
+    The other one, where it exists, is the client's own and goes to the server: it is not ours to read or write.
+    """
+    for name in ("litellm_metadata", "metadata"):
+        found = kwargs.get(name)
+        if isinstance(found, dict) and "model_group" in found:
+            return found
+    return None
+
+
+def route_of(kwargs: Mapping[str, Any]) -> str | None:
+    """The model_name the client asked for, None if the request did not come through a router."""
+    metadata = request_metadata(kwargs)
+    route = metadata.get("model_group") if metadata is not None else None
+    return route if isinstance(route, str) and route else None
+
+
+def read_request(kwargs: Mapping[str, Any], settings: Settings) -> CacheRequest:
+    """Read a request of a managed route.
+
+    Raises:
+        RequestError: there is no route, or no api_base that is an http URL.
+    """
+    route = route_of(kwargs)
+    if route is None:
+        raise RequestError("the request came without a route")
+    api_base = kwargs.get("api_base")
+    if not isinstance(api_base, str) or not api_base.strip():
+        raise RequestError("litellm_params has no api_base")
+    try:
+        base_url = base_url_of(api_base)
+    except ValueError:
+        raise RequestError("litellm_params.api_base is no http or https URL") from None
+    key = kwargs.get("api_key")
+    owner = _owner(kwargs) if settings.scope == "key" else ""
+    session_id = _session_id(kwargs, settings.session_headers)
+    return CacheRequest(
+        route=route,
+        base_url=base_url,
+        api_key=key if isinstance(key, str) and key.strip().lower() not in ("", "none") else None,
+        session=None if session_id is None else session_digest(session_id, owner),
+        owner=owner,
+    )
+
+
+def _owner(kwargs: Mapping[str, Any]) -> str:
+    found = (request_metadata(kwargs) or {}).get("user_api_key_hash")
+    return found if isinstance(found, str) and found != MASTER_KEY else ""
+
+
+def _session_id(kwargs: Mapping[str, Any], headers: tuple[str, ...]) -> str | None:
+    sent = kwargs.get("proxy_server_request")
+    sent_headers = sent.get("headers") if isinstance(sent, Mapping) else None
+    if isinstance(sent_headers, Mapping):
+        for name in headers:
+            value = sent_headers.get(name)
+            if isinstance(value, str) and value.strip():
+                return value.strip()
+    for place in (kwargs, kwargs.get("extra_body")):
+        value = place.get("prompt_cache_key") if isinstance(place, Mapping) else None
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+    if (request_metadata(kwargs) or {}).get(SESSION_MADE_UP):
+        return None
+    value = kwargs.get("litellm_session_id")
+    return value.strip() if isinstance(value, str) and value.strip() else None

@@ -1,0 +1,99 @@
+"""Plain words for what slots, caches and requests are at a moment; the decisions (plan.py) are made of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Outcome(str, Enum):
+    """Where a request found its prompt's cache."""
+
+    RESIDENT = "resident"
+    RESTORED = "restored"
+    COLD = "cold"
+    UNMANAGED = "unmanaged"
+
+
+class Ending(Enum):
+    """How a lease came to its end."""
+
+    ANSWERED = "answered"
+    BROKEN = "broken"
+    """The request failed or its client left: the server may still be busy with it for a moment."""
+    UNSENT = "unsent"
+    """Nothing was sent to the server under this lease."""
+
+
+@dataclass(frozen=True)
+class SlotReading:
+    """One slot as `GET /slots` tells of it.
+
+    Attributes:
+        id: the slot's number.
+        processing: whether a request runs in it.
+        task: the number of the last task that used it; it grows with every task and starts again with the server.
+            None: no task since the server started.
+        tokens: how many tokens the slot holds, prompt and generated.
+    """
+
+    id: int
+    processing: bool
+    task: int | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the server said of a slot when our last request there had ended. Another mark later: it was touched."""
+
+    task: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A cache in a slot, as far as we know.
+
+    Attributes:
+        key: whose it is; None: nobody's, it is never saved.
+        owner: the LiteLLM key that its tokens belong to ("" for the only one there is); None: not known.
+        dirty: changed since its last save.
+        mark: what the server said of it; None: not looked at since a request was sent there.
+        task_before: the slot's task before that request, None if it had none.
+        before: what was there before that request.
+        whole: the last request ended normally, so what is there is all of the conversation so far.
+        saved_tokens: how many tokens the last good save holds, 0 for none.
+    """
+
+    key: str | None
+    owner: str | None = None
+    dirty: bool = False
+    mark: Mark | None = None
+    task_before: int | None = None
+    before: Resident | None = None
+    whole: bool = True
+    saved_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A cache on disk: how many tokens it holds (0: not known) and its size in bytes (0: not known)."""
+
+    tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a request wants of a slot.
+
+    Attributes:
+        key: the cache it would continue, None for a request without a session.
+        owner: as in `Resident`.
+        apart: it must not see tokens of another owner.
+    """
+
+    key: str | None
+    owner: str = ""
+    apart: bool = True
