@@ -81,6 +81,6 @@ def make_plan(want: Want, resident: Resident | None, saved: Saved | None, readin
     if want.key is not None and saved is not None:
         return Plan(Outcome.RESTORED, save=save, restore=True)
     owner = None if resident is None else resident.owner
-    holds_tokens = reading.task is not None and reading.tokens > 0
+    perhaps_tokens = reading.task is None or reading.tokens > 0  # a restore is not told of before the first task
     strangers = owner != want.owner if owner is not None else want.owner != ""
-    return Plan(Outcome.COLD, save=save, erase=want.apart and holds_tokens and strangers)
+    return Plan(Outcome.COLD, save=save, erase=want.apart and perhaps_tokens and strangers)
