@@ -11,7 +11,7 @@ class CacheFile:
     """A saved cache on disk: its key, its size in bytes, and when it was last used (seconds since the epoch)."""
 
     key: str
-    bytes: int
+    size: int
     used: float
 
 
@@ -23,7 +23,7 @@ def files_to_drop(
     A protected file counts but is never dropped, so the limits may stay passed; see `over_alone`.
     """
     by_use = sorted(files, key=lambda file: (file.used, file.key))
-    count, total = len(by_use), sum(file.bytes for file in by_use)
+    count, total = len(by_use), sum(file.size for file in by_use)
     drop = []
     for file in by_use:
         if not ((max_files and count > max_files) or (max_bytes and total > max_bytes)):
@@ -31,11 +31,11 @@ def files_to_drop(
         if file.key in protected:
             continue
         drop.append(file)
-        count, total = count - 1, total - file.bytes
+        count, total = count - 1, total - file.size
     return drop
 
 
 def over_alone(files: Iterable[CacheFile], max_bytes: int) -> CacheFile | None:
     """The largest file, if it is over the limit all by itself."""
-    largest = max(files, key=lambda file: file.bytes, default=None)
-    return largest if largest is not None and max_bytes and largest.bytes > max_bytes else None
+    largest = max(files, key=lambda file: file.size, default=None)
+    return largest if largest is not None and max_bytes and largest.size > max_bytes else None

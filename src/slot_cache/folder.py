@@ -1,4 +1,4 @@
-"""The saved caches of one route: files that llama-server writes, and the limits on them."""
+"""The saved caches of one route: files that llama-server writes, what the index knows of them, and the limits on them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,49 @@ import asyncio
 import contextlib
 import os
 import re
-from collections import OrderedDict
+import shutil
+import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+from slot_cache import checksum
 from slot_cache.eviction import CacheFile, files_to_drop, over_alone
+from slot_cache.index import CacheRow, IndexThread
 from slot_cache.state import Saved
 
-REMEMBERED = 10_000
-"""How many saved caches' token counts are kept in memory for one route."""
-
 SAFE_KEY = re.compile(r"[A-Za-z0-9_-]{1,120}")
+
+PART_SECONDS = 60.0
+"""A .part file that nobody has written to for so long is what a broken save left."""
+
+SWEEP_SECONDS = 300.0
+"""How often the folder is looked through for such files, at most."""
+
+_KEY_ENDING = re.compile(r"_[0-9a-f]{32}\Z")
 
 
 class FolderError(Exception):
     """The folder did not do what it should; the message says what, without a path of the user's text."""
+
+
+class NotTheFolderError(FolderError):
+    """The file that the server has just written is not in the folder."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The answer to "is there a cache to restore?": it, or why what is there will not do.
+
+    Attributes:
+        saved: the cache, checked.
+        problem: `damaged`: the file was not what was saved, it has been deleted; `other model`: another model wrote it;
+            `unknown`: there is a file that the index knows nothing of.
+    """
+
+    saved: Saved | None = None
+    problem: Literal["", "damaged", "other model", "unknown"] = ""
 
 
 @dataclass(frozen=True)
@@ -35,33 +62,56 @@ class Enforced:
 class CacheFolder:
     """The saved caches of a route.
 
-    With a `path`, the server's --slot-save-path as this process sees it, the files there are the truth: one that appears
-    or vanishes by hand is noticed, a save is complete when it gets its name, and the limits hold. Without one, only
-    what this process has saved itself is known. No method blocks the event loop; none raises but `FolderError`.
+    With a `path`, the server's --slot-save-path as this process sees it, every file is checked against the index before
+    it is used, one that vanishes by hand is noticed, a save is complete when it gets its name, and the limits hold.
+    Without one, what the index knows must do. No method blocks the event loop; none raises but `FolderError`.
 
     Args:
+        index: what is saved.
         tag: the beginning of the file names of this route.
+        route: the model_name.
+        server: the server's address, which stands for the folder where that cannot be seen.
         path: the folder, or None.
         max_files: the most files, 0 for no limit.
         max_bytes: the most bytes, 0 for no limit.
+        verify: `full` reads every file whole before it is restored, `fast` only where that is cheap.
+        min_tokens: a cache with fewer is not worth a file.
     """
 
-    def __init__(self, tag: str, path: Path | None, max_files: int = 0, max_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        index: IndexThread,
+        *,
+        tag: str,
+        route: str,
+        server: str,
+        path: Path | None,
+        max_files: int = 0,
+        max_bytes: int = 0,
+        verify: Literal["full", "fast"] = "fast",
+        min_tokens: int = 64,
+    ) -> None:
+        self.index = index
         self.tag = tag
-        self.path = path
+        self.route = route
+        self.path = Path(os.path.realpath(path)) if path is not None else None
+        self.server = server
         self.max_files = max_files
         self.max_bytes = max_bytes
-        self._remembered: OrderedDict[str, Saved] = OrderedDict()
+        self.verify = verify
+        self.min_tokens = min_tokens
+        self._swept = float("-inf")
+        self._hash_rate = 0.0
+        self._restore_rate = 0.0
 
     @property
-    def visible(self) -> bool:
-        """Whether the files can be looked at."""
-        return self.path is not None
+    def id(self) -> str:
+        """What the index knows the folder by."""
+        return self.server if self.path is None else str(self.path)
 
     def blind(self) -> None:
         """Give up looking at the files: the path turned out not to be the server's folder."""
         self.path = None
-        self._remembered.clear()
 
     def saved_name(self, key: str) -> str:
         """The name of a saved cache's file."""
@@ -72,82 +122,190 @@ class CacheFolder:
     def name_to_save(self, key: str) -> str:
         """The name the server is to write a save to: not the final one, where a rename can follow."""
         name = self.saved_name(key)
-        return f"{name}.part" if self.visible else name
+        return name if self.path is None else f"{name}.part"
 
-    async def find(self, key: str) -> Saved | None:
-        """The saved cache of `key`, None if there is none."""
-        remembered = self._remembered.get(key)
+    async def look_up(self, key: str, model: str) -> Lookup:
+        """Whether there is a cache of `key` that may be restored into `model`: the file is read and checked."""
+        rows = await self._rows(key)
+        if not rows:
+            there = self.path is not None and await asyncio.to_thread((self.path / self.saved_name(key)).exists)
+            return Lookup(problem="unknown" if there else "")
+        if all(row.model != model for row in rows):
+            return Lookup(problem="other model")
         if self.path is None:
-            return remembered
-        size = await asyncio.to_thread(_size, self.path / self.saved_name(key))
-        if size is None:
-            self._remembered.pop(key, None)
-            return None
-        return Saved(remembered.tokens if remembered else 0, size)
+            return Lookup(_saved(rows[0]))
+        row = await self._row_of_file(key, rows)
+        if row is None:  # another process may just have saved it anew
+            rows = await self._rows(key)
+            row = await self._row_of_file(key, rows)
+        if row is None:
+            vanished = not await asyncio.to_thread((self.path / self.saved_name(key)).exists)
+            await self.forget(key)
+            return Lookup(problem="" if vanished else "damaged")
+        if len(rows) > 1 or row.pending:  # a process died between the name and the record
+            row = replace(row, pending=False)
+            await self.index.call(self.index.index.put_cache, row)
+        return Lookup(_saved(row)) if row.model == model else Lookup(problem="other model")
 
-    async def commit(self, key: str, tokens: int, size: int) -> None:
+    async def _rows(self, key: str) -> list[CacheRow]:
+        return await self.index.call(self.index.index.cache, self.id, key)
+
+    async def _row_of_file(self, key: str, rows: list[CacheRow]) -> CacheRow | None:
+        if self.path is None or not rows:
+            return None
+        whole = any(row.checksum for row in rows) and self._whole_is_cheap(max(row.size for row in rows))
+        try:
+            sums = await asyncio.to_thread(self._take, self.path / self.saved_name(key), whole)
+        except OSError:
+            return None
+        return next((row for row in rows if fits(row, sums)), None)
+
+    async def commit(self, key: str, tokens: int, size: int, model: str, chain: bytes, seconds: float) -> None:
         """Take a save that the server has answered as good: from now on it is the saved cache of `key`.
 
+        Whenever the process may die here, the file that has the name is one that the index can tell is good.
+
+        Args:
+            key: whose.
+            tokens: what the server said it saved.
+            size: bytes that it said it wrote.
+            model: the fingerprint of the model.
+            chain: the packed fingerprint of the prompt.
+            seconds: the prefill it stands for, 0 if not known.
+
         Raises:
-            FolderError: the file is not there, or its size is not what the server said, or it cannot be renamed.
-                A good file that was there before is still there.
+            NotTheFolderError: the file is not there.
+            FolderError: its size is not what the server said, or it cannot be read or renamed. A good file that was
+                there before is still there.
         """
+        now = time.time()
+        row = CacheRow(
+            self.id, key, self.route, model, tokens, size, chain=chain, created=now, used=now, seconds=seconds
+        )
         if self.path is not None:
-            await asyncio.to_thread(_rename_checked, self.path, self.name_to_save(key), self.saved_name(key), size)
-        self._remember(key, Saved(tokens, size))
+            part, name = self.path / self.name_to_save(key), self.path / self.saved_name(key)
+            try:
+                sums = await asyncio.to_thread(self._take, part, self._whole_is_cheap(size))
+            except FileNotFoundError:
+                raise NotTheFolderError("the file that the server says it wrote is not in save_path") from None
+            except OSError as error:
+                raise FolderError(f"the file cannot be read: {error.strerror}") from None
+            if sums.size != size:
+                raise FolderError(f"the server says it wrote {size} bytes, the file has {sums.size}")
+            row = replace(row, sample=sums.sample, checksum=sums.whole)
+            await self.index.call(self.index.index.put_cache, replace(row, pending=True))
+            try:
+                await asyncio.to_thread(os.replace, part, name)
+            except OSError as error:
+                raise FolderError(f"the file cannot be renamed: {error.strerror}") from None
+        await self.index.call(self.index.index.put_cache, row)
 
     async def discard_part(self, key: str) -> None:
         """Delete what a save that was not good has left, if it can be seen."""
         if self.path is not None:
             await asyncio.to_thread(_delete, self.path / self.name_to_save(key))
 
-    async def used(self, key: str) -> None:
-        """Note that the cache of `key` was used just now."""
-        if key in self._remembered:
-            self._remembered.move_to_end(key)
-        if self.path is not None:
-            await asyncio.to_thread(_touch, self.path / self.saved_name(key))
+    async def has_room(self, size: float) -> bool:
+        """Whether the folder's disk has room for a save of so many bytes, as far as that can be seen."""
+        return self.path is None or await asyncio.to_thread(_has_room, self.path, size)
+
+    async def restored(self, key: str, size: int, seconds: float) -> None:
+        """Note that the cache of `key` was used just now, and how long the server took for its bytes."""
+        if seconds > 0:
+            self._restore_rate = _mean(self._restore_rate, size / seconds)
+        await self.index.call(self.index.index.used_cache, self.id, key, time.time())
 
     async def forget(self, key: str) -> None:
         """Delete the cache of `key`: it is of no use. Where the file cannot be seen, it is not asked for again."""
-        self._remembered.pop(key, None)
         if self.path is not None:
             await asyncio.to_thread(_delete, self.path / self.saved_name(key))
+        await self.index.call(self.index.index.drop_cache, self.id, key)
 
     async def files(self) -> list[CacheFile]:
-        """The saved caches of the route, in no order; empty where they cannot be seen."""
-        return [] if self.path is None else await asyncio.to_thread(_list, self.path, self.tag)
+        """The saved caches of the route as they are on disk, in no order; empty where they cannot be seen."""
+        if self.path is None:
+            return []
+        files = await asyncio.to_thread(list_files, self.path, self.tag)
+        used = {row.key: row.used for row in await self.index.call(self.index.index.caches) if row.folder == self.id}
+        return [replace(file, used=max(file.used, used.get(file.key, 0.0))) for file in files]
 
     async def enforce_limits(self, protected: Collection[str]) -> Enforced:
         """Delete the files used longest ago until both limits hold, but never one of the keys in `protected`."""
         if self.path is None or not (self.max_files or self.max_bytes):
             return Enforced()
-        return await asyncio.to_thread(_enforce, self.path, self.tag, self.max_files, self.max_bytes, protected)
+        files = await self.files()
+        dropped = files_to_drop(files, self.max_files, self.max_bytes, protected)
+        for file in dropped:
+            await self.forget(file.key)
+        return Enforced(tuple(dropped), over_alone(files, self.max_bytes))
 
-    def _remember(self, key: str, saved: Saved) -> None:
-        self._remembered[key] = saved
-        self._remembered.move_to_end(key)
-        while len(self._remembered) > REMEMBERED:
-            self._remembered.popitem(last=False)
+    @property
+    def needs_sweep(self) -> bool:
+        """Whether `sweep` has not been called for `SWEEP_SECONDS`, or never."""
+        return self.path is not None and time.monotonic() - self._swept >= SWEEP_SECONDS
+
+    async def sweep(self) -> int:
+        """Delete what broken saves have left, and forget what has vanished. Returns how many."""
+        if self.path is None:
+            return 0
+        self._swept = time.monotonic()
+        swept = await asyncio.to_thread(_sweep_parts, self.path, self.tag)
+        there = {file.key for file in await asyncio.to_thread(list_files, self.path, self.tag)}
+        for row in await self.index.call(self.index.index.caches):
+            if (
+                row.folder == self.id
+                and row.key.startswith(f"{self.tag}_")
+                and row.key not in there
+                and not row.pending
+            ):
+                await self.index.call(self.index.index.drop_cache, row.folder, row.key)
+                swept += 1
+        return swept
+
+    def _whole_is_cheap(self, size: int) -> bool:
+        """Whether reading all of a file costs less than a tenth of its restore, by what both took so far."""
+        if self.verify == "full" or size <= checksum.WHOLE_BYTES:
+            return True
+        return 0 < 10 * self._restore_rate <= self._hash_rate
+
+    def _take(self, file: Path, whole: bool) -> checksum.Checksums:
+        started = time.perf_counter()
+        sums = checksum.take(file, whole=whole)
+        took = time.perf_counter() - started
+        if whole and took > 0 and sums.size > checksum.WHOLE_BYTES:
+            self._hash_rate = _mean(self._hash_rate, sums.size / took)
+        return sums
 
 
-def _size(file: Path) -> int | None:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return None
+def fits(row: CacheRow, sums: checksum.Checksums) -> bool:
+    """Whether a file is the one that the index has recorded."""
+    return row.size == sums.size and row.sample == sums.sample and row.checksum in ("", sums.whole or row.checksum)
 
 
-def _rename_checked(folder: Path, part: str, name: str, size: int) -> None:
-    written = _size(folder / part)
-    if written is None:
-        raise FolderError("the file that the server says it wrote is not in save_path")
-    if written != size:
-        raise FolderError(f"the server says it wrote {size} bytes, the file has {written}")
-    try:
-        os.replace(folder / part, folder / name)  # noqa: PTH105 - atomic by contract on every system
-    except OSError as error:
-        raise FolderError(f"the file cannot be renamed: {error.strerror}") from None
+def tag_of(key: str) -> str:
+    """The route's tag of a key."""
+    return _KEY_ENDING.sub("", key)
+
+
+def list_files(folder: Path, tag: str | None) -> list[CacheFile]:
+    """The saved caches in a folder: of one route, or (None) of all. Blocks; an unreadable folder has none."""
+    found = []
+    name = re.compile((r"[A-Za-z0-9_-]+" if tag is None else re.escape(tag)) + r"_[0-9a-f]{32}\.bin")
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if name.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    info = entry.stat(follow_symlinks=False)
+                    found.append(CacheFile(entry.name[: -len(".bin")], info.st_size, info.st_mtime))
+    return found
+
+
+def _saved(row: CacheRow) -> Saved:
+    return Saved(row.tokens, row.size, row.chain)
+
+
+def _mean(old: float, new: float) -> float:
+    return new if old == 0 else 0.7 * old + 0.3 * new
 
 
 def _delete(file: Path) -> bool:
@@ -158,32 +316,20 @@ def _delete(file: Path) -> bool:
     return True
 
 
-def _touch(file: Path) -> None:
-    with contextlib.suppress(OSError):  # not ours to touch: its age stays that of its save
-        os.utime(file)
-
-
-def _list(folder: Path, tag: str) -> list[CacheFile]:
-    found = []
-    name = re.compile(re.escape(tag) + r"_[0-9a-f]{32}\.bin")
+def _has_room(folder: Path, size: float) -> bool:
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not name.fullmatch(entry.name):
-                    continue
-                try:
-                    info = entry.stat(follow_symlinks=False)
-                except OSError:
-                    continue
-                found.append(CacheFile(entry.name[: -len(".bin")], info.st_size, info.st_mtime))
+        return shutil.disk_usage(folder).free > size
     except OSError:
-        return []
-    return found
+        return True
 
 
-def _enforce(folder: Path, tag: str, max_files: int, max_bytes: int, protected: Collection[str]) -> Enforced:
-    files = _list(folder, tag)
-    dropped = [
-        file for file in files_to_drop(files, max_files, max_bytes, protected) if _delete(folder / f"{file.key}.bin")
-    ]
-    return Enforced(tuple(dropped), over_alone(files, max_bytes))
+def _sweep_parts(folder: Path, tag: str) -> int:
+    name = re.compile(re.escape(tag) + r"_[0-9a-f]{32}\.bin\.part")
+    swept = 0
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if name.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > PART_SECONDS:
+                        swept += _delete(folder / entry.name)
+    return swept

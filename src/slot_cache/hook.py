@@ -12,12 +12,14 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from litellm.integrations.custom_logger import CustomLogger
 
 from slot_cache import report
 from slot_cache.folder import CacheFolder
+from slot_cache.index import IndexThread, SqliteIndex, default_state_dir, open_index
 from slot_cache.llama_server import LlamaServer, same_server_key
 from slot_cache.prompt import Prompt, fingerprint, tell_difference
 from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
@@ -55,6 +57,8 @@ class _Turn:
     outcome: Outcome = Outcome.UNMANAGED
     why: str = ""
     waited: float = 0.0
+    key: str | None = None
+    chain: bytes = b""
     prompt: str = ""
     usage: tuple[int, int] | None = None
     """tokens reused and computed"""
@@ -76,9 +80,11 @@ class SlotCacheHook(CustomLogger):
     def __init__(self) -> None:
         super().__init__()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._state_dir: Path | None = None
+        self._index: IndexThread | None = None
         self._once = report.Once()
         self._switchers: dict[str, SlotSwitcher] = {}
-        self._folders: OrderedDict[tuple[str, str], CacheFolder] = OrderedDict()
+        self._folders: OrderedDict[tuple[str, ...], CacheFolder] = OrderedDict()
         self._settings: dict[tuple[str, str], Settings | None] = {}
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
@@ -87,6 +93,8 @@ class SlotCacheHook(CustomLogger):
         """End all background work and close the connections to the servers."""
         for switcher in self._switchers.values():
             await switcher.aclose()
+        if self._index is not None:
+            self._index.close()
 
     # LiteLLM's hooks. LiteLLM looks for some of them in this very class and passes most arguments by name.
 
@@ -118,7 +126,7 @@ class SlotCacheHook(CustomLogger):
         """The server's answer is complete."""
         turn = self._turn_of(request_data)
         if turn is not None:
-            self._note_usage(turn, _usage(response))
+            self._note_usage(turn, response)
             self._end(turn, Ending.ANSWERED)
 
     async def async_post_call_failure_deployment_hook(
@@ -181,7 +189,7 @@ class SlotCacheHook(CustomLogger):
         turn = self._turn_of(kwargs)
         if turn is not None:
             if kwargs.get("cache_hit") is not True:
-                self._note_usage(turn, _usage(response_obj))
+                self._note_usage(turn, response_obj)
             if not turn.holds:
                 self._report(turn)
 
@@ -217,13 +225,16 @@ class SlotCacheHook(CustomLogger):
             turn = _Turn(uuid.uuid4().hex, request)
             self._remember(turn)
             metadata[TOKEN] = turn.token
-        turn.request, turn.call_type, turn.nested = request, call_type, False
-        turn.prompt = await self._compare(request.key, kwargs)
-        switcher = self._switcher_of(request)
+        turn.request, turn.call_type, turn.nested, turn.usage = request, call_type, False, None
+        if turn.key != request.key:  # not another attempt at the same
+            turn.key = request.key
+            turn.chain, turn.prompt = await self._compare(request.key, kwargs)
+        index = await self._open_index(settings)
+        switcher = self._switcher_of(request, index)
         lease = await switcher.acquire(
             settings.slot,
-            Want(request.key, request.owner, apart=settings.scope == "key"),
-            self._folder_of(request, settings),
+            Want(request.key, request.owner, apart=settings.scope == "key", chain=turn.chain),
+            self._folder_of(request, settings, index),
             queue_seconds=settings.queue_seconds,
             idle_seconds=settings.save_idle_seconds,
         )
@@ -262,9 +273,14 @@ class SlotCacheHook(CustomLogger):
             # later hooks of the same request still find it for a while
             self._loop.call_later(USAGE_SECONDS, self._turns.pop, turn.token, None)
 
-    def _note_usage(self, turn: _Turn, usage: tuple[int, int] | None) -> None:
-        if usage is not None:
-            turn.usage = usage
+    def _note_usage(self, turn: _Turn, response: Any) -> None:
+        usage = _usage(response)
+        if usage is None:
+            return
+        first = turn.usage is None
+        turn.usage = usage
+        if first and turn.lease is not None and turn.outcome is not Outcome.UNMANAGED:
+            turn.lease.learn(*usage, _prefill_seconds(response))
 
     def _remember(self, turn: _Turn) -> None:
         self._turns[turn.token] = turn
@@ -304,16 +320,34 @@ class SlotCacheHook(CustomLogger):
                 report.logger.error("slot-cache: %s; the route is passed through unmanaged", error)
         return self._settings[where]
 
-    def _switcher_of(self, request: CacheRequest) -> SlotSwitcher:
+    async def _open_index(self, settings: Settings) -> IndexThread:
+        """The process's one index, opened in a thread by the first request that needs it."""
+        wanted = settings.state_dir or default_state_dir()
+        if self._state_dir is None:
+            self._state_dir = wanted
+            self._opening = asyncio.ensure_future(asyncio.to_thread(open_index, wanted))
+        elif wanted != self._state_dir:
+            self._once.warn(("state_dir",), "state_dir differs between routes: the first one counts")
+        if self._index is None:
+            index = await asyncio.shield(self._opening)
+            if self._index is None:
+                self._index = IndexThread(index)
+        return self._index
+
+    def _switcher_of(self, request: CacheRequest, index: IndexThread) -> SlotSwitcher:
         name = same_server_key(request.base_url)
         switcher = self._switchers.get(name)
         if switcher is None:
-            switcher = self._switchers[name] = SlotSwitcher(LlamaServer(request.base_url, request.api_key))
+            locks = self._state_dir if isinstance(index.index, SqliteIndex) else None
+            switcher = self._switchers[name] = SlotSwitcher(
+                LlamaServer(request.base_url, request.api_key), index, name=name, lock_folder=locks
+            )
         switcher.server.api_key = request.api_key
         return switcher
 
-    def _folder_of(self, request: CacheRequest, settings: Settings) -> CacheFolder:
-        where = (request.tag, str(settings.save_path or ""))
+    def _folder_of(self, request: CacheRequest, settings: Settings, index: IndexThread) -> CacheFolder:
+        server = same_server_key(request.base_url)
+        where = (request.tag, server if settings.save_path is None else str(settings.save_path))
         folder = self._folders.get(where)
         if folder is None:
             if settings.save_path is None and (settings.max_files or settings.max_bytes):
@@ -323,17 +357,25 @@ class SlotCacheHook(CustomLogger):
                     report.shown(request.route),
                 )
             folder = self._folders[where] = CacheFolder(
-                request.tag, settings.save_path, settings.max_files, settings.max_bytes
+                index,
+                tag=request.tag,
+                route=request.route,
+                server=server,
+                path=settings.save_path,
+                max_files=settings.max_files,
+                max_bytes=settings.max_bytes,
+                verify=settings.verify,
+                min_tokens=settings.min_tokens,
             )
             while len(self._folders) > PROMPTS:
                 self._folders.popitem(last=False)
         self._folders.move_to_end(where)
         return folder
 
-    async def _compare(self, key: str | None, kwargs: Mapping[str, Any]) -> str:
-        """Where the prompt differs from the last one of its session, in words; "" for a session's first."""
+    async def _compare(self, key: str | None, kwargs: Mapping[str, Any]) -> tuple[bytes, str]:
+        """The prompt's fingerprint, packed, and where it differs from the last one of its session ("" for a session's first)."""
         if key is None:
-            return ""
+            return b"", ""
         asked = {name: kwargs[name] for name in _PROMPT_FIELDS if kwargs.get(name) is not None}
         if _rough_size(asked) <= INLINE_CHARS:
             prompt = fingerprint(asked)
@@ -343,7 +385,7 @@ class SlotCacheHook(CustomLogger):
         self._prompts[key] = prompt
         while len(self._prompts) > PROMPTS:
             self._prompts.popitem(last=False)
-        return "" if last is None else tell_difference(last, prompt)
+        return prompt.packed, "" if last is None else tell_difference(last, prompt)
 
 
 _PROMPT_FIELDS = ("messages", "system", "instructions", "input", "prompt", "tools")
@@ -393,6 +435,12 @@ def _usage(response: Any) -> tuple[int, int] | None:
         return None
     reused = reused if isinstance(reused, int) else 0
     return reused, max(total - reused, 0)
+
+
+def _prefill_seconds(response: Any) -> float | None:
+    """How long the server says it took for the computed part of the prompt; chat and completions answers say so."""
+    milliseconds = _get(_get(response, "timings"), "prompt_ms")
+    return milliseconds / 1000 if isinstance(milliseconds, (int, float)) and milliseconds > 0 else None
 
 
 def _get(thing: Any, name: str) -> Any:

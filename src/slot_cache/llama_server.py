@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
+from slot_cache.model import Identity, boot_of, identity_of
 from slot_cache.state import SlotReading
 
 LOOK_SECONDS = 2.5
@@ -41,20 +42,11 @@ class LlamaServerError(Exception):
 
 @dataclass(frozen=True)
 class SwitchAnswer:
-    """What the server says of a save or a restore: tokens, bytes, and its own milliseconds for it."""
+    """What the server says of a save or a restore: tokens, size in bytes, and its own milliseconds for it."""
 
     tokens: int
-    bytes: int
+    size: int
     milliseconds: float
-
-
-@dataclass(frozen=True)
-class Props:
-    """What `GET /props` tells of the server: whether it sleeps, and whether it is a router of models."""
-
-    sleeping: bool
-    router: bool
-    total_slots: int
 
 
 def base_url_of(api_base: str) -> str:
@@ -124,17 +116,26 @@ class LlamaServer:
                 "nonsense", f"GET /slots answered no list of slots ({type(error).__name__})"
             ) from None
 
-    async def props(self) -> Props:
-        """The server's own account of itself. It does not wake a server that sleeps."""
-        body = await self._call("GET", "/props", LOOK_SECONDS)
+    async def sleeping(self) -> bool:
+        """Whether the server has unloaded its model until the next request. Asking does not wake it."""
+        return (await self._object("/props")).get("is_sleeping") is True
+
+    async def identity(self, known: Identity | None = None) -> Identity:
+        """Which model the server runs. Asking does not wake it.
+
+        Args:
+            known: what it was last time; one call is spared where the server shows that it was not started again since.
+        """
+        props = await self._object("/props")
+        if known is not None and known.boot and known.boot == boot_of(props):
+            return replace(known, sleeping=props.get("is_sleeping") is True)
+        return identity_of(props, await self._object("/v1/models"))
+
+    async def _object(self, path: str) -> dict[str, Any]:
+        body = await self._call("GET", path, LOOK_SECONDS)
         if not isinstance(body, dict):
-            raise LlamaServerError("nonsense", "GET /props answered no object")
-        total = body.get("total_slots")
-        return Props(
-            sleeping=body.get("is_sleeping") is True,
-            router=body.get("role") == "router",
-            total_slots=total if isinstance(total, int) else 0,
-        )
+            raise LlamaServerError("nonsense", f"GET {path} answered no object")
+        return body
 
     async def alive(self) -> bool:
         """Whether /health answers, which it does while the model computes."""

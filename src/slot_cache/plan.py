@@ -41,14 +41,16 @@ def judge(resident: Resident | None, reading: SlotReading) -> tuple[Found, Resid
     return Found.FOREIGN, None
 
 
-def worth_saving(resident: Resident | None) -> bool:
-    """Whether a save of this resident would be new and no worse than the last good one.
+def worth_saving(resident: Resident | None, min_tokens: int = 0) -> bool:
+    """Whether a save of this resident would be new, large enough, and no worse than the last good one.
 
     A broken request may have left less of the conversation than its file holds: that file is kept.
     """
     if resident is None or resident.key is None or not resident.dirty or resident.mark is None:
         return False
-    return resident.mark.tokens > 0 and (resident.whole or resident.mark.tokens > resident.saved_tokens)
+    return resident.mark.tokens >= max(min_tokens, 1) and (
+        resident.whole or resident.mark.tokens > resident.saved_tokens
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ class Plan:
     erase: bool = False
 
 
-def make_plan(want: Want, resident: Resident | None, saved: Saved | None, reading: SlotReading) -> Plan:
+def make_plan(
+    want: Want, resident: Resident | None, saved: Saved | None, reading: SlotReading, min_tokens: int = 0
+) -> Plan:
     """Decide what happens before the request of `want` is sent to a slot.
 
     Args:
@@ -69,6 +73,7 @@ def make_plan(want: Want, resident: Resident | None, saved: Saved | None, readin
         resident: what is in the slot, as `judge` found it.
         saved: the wanted cache on disk, None if there is none.
         reading: the slot as the server sees it; tokens that are nobody's may be there.
+        min_tokens: a cache with fewer is not worth a file.
 
     A slot is not erased for a new conversation: the server reuses a shared beginning by itself. Only where the tokens
     there may belong to another owner, and the request must be kept apart, it is.
@@ -77,7 +82,7 @@ def make_plan(want: Want, resident: Resident | None, saved: Saved | None, readin
         better_on_disk = not resident.whole and saved is not None and saved.tokens > reading.tokens
         if not better_on_disk:
             return Plan(Outcome.RESIDENT)
-    save = worth_saving(resident)
+    save = worth_saving(resident, min_tokens)
     if want.key is not None and saved is not None:
         return Plan(Outcome.RESTORED, save=save, restore=True)
     owner = None if resident is None else resident.owner

@@ -36,6 +36,11 @@ class Prompt:
     chain: tuple[bytes, ...]
     spans: tuple[Span, ...]
 
+    @property
+    def packed(self) -> bytes:
+        """The chain as bytes, for keeping."""
+        return b"".join(self.chain)
+
 
 @dataclass(frozen=True)
 class _Piece:
@@ -74,6 +79,19 @@ def shared_blocks(one: Prompt, other: Prompt) -> int:
             break
         count += 1
     return count
+
+
+def shared_part(packed: bytes, other: bytes) -> float:
+    """The share of the blocks of one packed chain that another one begins with; 1.0 for an empty one."""
+    total = len(packed) // _LINK_BYTES
+    shared = 0
+    while shared < total and _link(packed, shared) == _link(other, shared):
+        shared += 1
+    return shared / total if total else 1.0
+
+
+def _link(packed: bytes, number: int) -> bytes:
+    return packed[number * _LINK_BYTES : (number + 1) * _LINK_BYTES]
 
 
 def tell_difference(last: Prompt, now: Prompt) -> str:

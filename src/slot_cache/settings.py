@@ -48,6 +48,11 @@ class Settings(BaseModel):
         models_max: the most models a router has loaded at once, 0 for no limit.
         queue_seconds: how long a request waits for the slot before it goes on without one.
         scope: `key` keeps the caches of different LiteLLM keys apart, `shared` does not.
+        min_tokens: a cache with fewer tokens is not worth a file.
+        verify: how a file is checked before it is restored: `full` reads all of it, `fast` reads all of it only where
+            that is cheap, else its head, its tail and samples between.
+        state_dir: the folder of the index and the locks that the workers share; it should be on a local disk. The
+            first route that is used decides it for the process.
         session_headers: request headers, lower case, that carry a session id; the first that is there counts.
     """
 
@@ -64,6 +69,9 @@ class Settings(BaseModel):
         default=3600.0, description="seconds, more than 0"
     )
     scope: Literal["key", "shared"] = Field(default="key", description="key or shared")
+    min_tokens: _Count = Field(default=64, description="a whole number of tokens, 0 or more")
+    verify: Literal["full", "fast"] = Field(default="fast", description="full or fast")
+    state_dir: Path | None = Field(default=None, description="a folder, as a path")
     session_headers: Annotated[tuple[str, ...], BeforeValidator(_header_names)] = Field(
         default=SESSION_HEADERS, description="a list of header names"
     )
@@ -113,9 +121,8 @@ def read_settings(route: str, raw: object, environ: Mapping[str, str] | None = N
         settings = Settings.model_validate({**defaults, **given})
     except ValidationError as error:
         raise SettingsError(_explain(route, error, given)) from None
-    if settings.save_path is not None:
-        settings = settings.model_copy(update={"save_path": settings.save_path.expanduser()})
-    return settings
+    folders = {"save_path": settings.save_path, "state_dir": settings.state_dir}
+    return settings.model_copy(update={name: path.expanduser() for name, path in folders.items() if path is not None})
 
 
 def _explain(route: str, error: ValidationError, given: Mapping[str, object]) -> str:

@@ -64,6 +64,9 @@ class Resident:
         before: what was there before that request.
         whole: the last request ended normally, so what is there is all of the conversation so far.
         saved_tokens: how many tokens the last good save holds, 0 for none.
+        model: the fingerprint of the model it belongs to, "" where that was not asked.
+        boot: the server's process it was computed in, "" where the server does not tell.
+        chain: the fingerprint of its prompt, packed.
     """
 
     key: str | None
@@ -74,14 +77,18 @@ class Resident:
     before: Resident | None = None
     whole: bool = True
     saved_tokens: int = 0
+    model: str = ""
+    boot: str = ""
+    chain: bytes = b""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A cache on disk: how many tokens it holds (0: not known) and its size in bytes (0: not known)."""
+    """A cache on disk that may be restored: how many tokens it holds, its size in bytes, its prompt's fingerprint."""
 
-    tokens: int = 0
-    bytes: int = 0
+    tokens: int
+    size: int
+    chain: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -92,8 +99,10 @@ class Want:
         key: the cache it would continue, None for a request without a session.
         owner: as in `Resident`.
         apart: it must not see tokens of another owner.
+        chain: the fingerprint of its prompt, packed.
     """
 
     key: str | None
     owner: str = ""
     apart: bool = True
+    chain: bytes = b""

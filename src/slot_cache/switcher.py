@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from slot_cache import report
-from slot_cache.folder import CacheFolder, FolderError
-from slot_cache.llama_server import UNKNOWN_BYTES_PER_TOKEN, LlamaServer, LlamaServerError
+from slot_cache.folder import CacheFolder, tag_of
+from slot_cache.index import IndexThread, SlotRow
+from slot_cache.llama_server import LlamaServer, LlamaServerError
+from slot_cache.locks import SlotLock
+from slot_cache.model import Identity
 from slot_cache.plan import Found, judge, make_plan, worth_saving
-from slot_cache.state import Ending, Mark, Outcome, Resident, SlotReading, Want
-
-HUNG_SECONDS = 5.0
-"""After a call timed out, requests go on without a switch for so long before the server is asked again."""
-
-OFF_SECONDS = 60.0
-"""After the server said that it does not do slot actions (501), it is not asked for one for so long."""
+from slot_cache.prompt import shared_part
+from slot_cache.slot_actions import SlotActions
+from slot_cache.state import Ending, Mark, Outcome, Resident, Saved, SlotReading, Want
 
 LOST_AFTER_SECONDS = 5.0
 UNSEEN_AFTER_SECONDS = 30.0
@@ -35,10 +36,19 @@ BUSY_FIRST_SECONDS = 0.01
 BUSY_MOST_SECONDS = 0.5
 """How often a slot that somebody else's request keeps busy is looked at while one of ours waits: at first, at most."""
 
+SETTLE_LOOKS = 12
+"""How often, with those pauses, a slot is looked at after its request was broken off: about two seconds."""
+
+TURNS_IN_A_ROW = 8
+"""So many requests of one process use a slot in a row before another process that waits for it gets it."""
+
+IDLE_TRIES = 3
+"""How often an idle save that failed is tried again."""
+
 
 @dataclass(frozen=True)
 class Granted:
-    """What a lease came with: the outcome so far, and why a slot is not managed, if it is not."""
+    """What a lease came with: the outcome, and why there is no slot, if there is none."""
 
     outcome: Outcome
     why: str = ""
@@ -47,9 +57,14 @@ class Granted:
 @dataclass
 class _Slot:
     number: int
+    lock: SlotLock
+    locked: bool = False
+    turns: int = 0
+    """leases granted since the lock between processes was taken"""
     lease: Lease | None = None
     waiters: deque[tuple[asyncio.Future[None], Lease]] = field(default_factory=deque)
     resident: Resident | None = None
+    """what it holds, as far as is known; counts only while `locked`, else the index has it"""
     home: CacheFolder | None = None
     """the folder of the resident's route"""
     disturbed: bool = False
@@ -62,14 +77,20 @@ class _Slot:
     idle_tries: int = 0
     watch: asyncio.Task[None] | None = None
 
+    @property
+    def min_tokens(self) -> int:
+        """A cache with fewer is not worth a file."""
+        return 0 if self.home is None else self.home.min_tokens
+
 
 class Lease:
     """The right to use a slot. `release` gives it back; whoever got a lease must see to that, on every road.
 
     Attributes:
-        granted: what the switch came to; the slot is pinned only if the outcome is not `UNMANAGED`.
-        slot: the slot's number.
+        want: what it was taken for.
+        granted: what the switch came to; with the outcome `UNMANAGED` there is no slot to pin the request to.
         waited: seconds from asking to the end of the switch.
+        active: not released yet.
     """
 
     def __init__(
@@ -79,15 +100,19 @@ class Lease:
         self.granted = Granted(Outcome.UNMANAGED)
         self.waited = 0.0
         self.active = True
-        self.sent_at: float | None = None
         self._switcher = switcher
         self._slot = slot
         self._folder = folder
         self._idle_seconds = idle_seconds
+        self._abandoned = False
+        self._sent_at: float | None = None
         self._reading: SlotReading | None = None
+        self._identity: Identity | None = None
+        self._restored = 0
 
     @property
     def slot(self) -> int:
+        """The slot's number."""
         return self._slot.number
 
     def release(self, ending: Ending) -> None:
@@ -95,6 +120,15 @@ class Lease:
         if self.active:
             self.active = False
             self._switcher._ended(self, ending)
+
+    def learn(self, reused: int, computed: int, prefill_seconds: float | None = None) -> None:
+        """Tell what the server reported of the request: tokens of the prompt reused and computed, and its time for these."""
+        actions = self._switcher.actions
+        if prefill_seconds is not None:
+            actions.learn_prefill(computed, prefill_seconds)
+        if self._restored and self._identity is not None:
+            actions.learn_use(self._identity, self._restored, reused)
+            self._restored = 0
 
 
 class _NoTurn(Exception):
@@ -104,27 +138,41 @@ class _NoTurn(Exception):
 class SlotSwitcher:
     """The slots of one llama-server.
 
-    One lease per slot at a time; requests for a slot are served in the order in which they came. While its lease is
-    held nobody else switches a slot. All methods belong to one event loop.
+    One lease per slot at a time, across all processes that share `lock_folder`; the requests of a process are served in
+    the order in which they came. While its lease is held nobody else switches a slot. All methods belong to one event
+    loop.
 
     Args:
         server: the server.
+        index: where what is in the slots is written down for other processes, and for after a restart.
+        name: the server's name in the index and for locks, the same for every process.
+        lock_folder: the folder of the locks between processes; None: there is no other process.
         clock: seconds, for waits.
     """
 
-    def __init__(self, server: LlamaServer, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        server: LlamaServer,
+        index: IndexThread,
+        *,
+        name: str,
+        lock_folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.server = server
+        self.name = name
+        self._index = index
+        self._lock_folder = lock_folder
         self._clock = clock
         self._once = report.Once()
+        self.actions = SlotActions(server, self._once, clock)
         self._slots: dict[int, _Slot] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._hung_until = 0.0
-        self._off_until = 0.0
-        self._bytes_per_token: dict[str, float] = {}
         self._loose: dict[Lease, float] = {}
+        self._identity: Identity | None = None
 
     def resident(self, slot: int) -> Resident | None:
-        """What the slot holds, as far as is known."""
+        """What the slot held when this process last had it, as far as is known."""
         return self._slots[slot].resident if slot in self._slots else None
 
     def leased(self) -> list[int]:
@@ -132,18 +180,21 @@ class SlotSwitcher:
         return [number for number, slot in self._slots.items() if slot.lease is not None]
 
     def waiting(self, slot: int) -> int:
-        """How many requests wait for the slot."""
+        """How many requests of this process wait for the slot."""
         entry = self._slots.get(slot)
-        return 0 if entry is None else sum(not future.done() for future, _ in entry.waiters)
+        return 0 if entry is None else sum(not turn.done() for turn, _ in entry.waiters)
 
     async def aclose(self) -> None:
-        """End the background work and the connections. Nothing is saved."""
+        """End the background work, free the locks, close the connections. Nothing is saved."""
         for slot in self._slots.values():
             if slot.idle_timer is not None:
                 slot.idle_timer.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for slot in self._slots.values():
+            slot.lock.release()
+            slot.locked = False
         await self.server.aclose()
 
     async def acquire(
@@ -158,10 +209,15 @@ class SlotSwitcher:
         Raises:
             asyncio.CancelledError: the caller was cancelled; it holds nothing.
         """
-        slot = self._slots.setdefault(number, _Slot(number))
+        slot = self._slots.get(number)
+        if slot is None:
+            lock = SlotLock(self._lock_folder, f"{hashlib.sha256(self.name.encode()).hexdigest()[:16]}-{number}")
+            slot = self._slots[number] = _Slot(number, lock)
+        if folder.needs_sweep:
+            self._task(self._sweep(folder))
         lease = Lease(self, slot, want, folder, idle_seconds)
         asked = self._clock()
-        if asked < self._hung_until:
+        if self.actions.hung:
             return self._loosen(lease, "the server did not answer a moment ago")
         try:
             await self._take(slot, lease, queue_seconds)
@@ -172,14 +228,15 @@ class SlotSwitcher:
         try:
             await asyncio.shield(switch)
         except asyncio.CancelledError:
+            lease._abandoned = True
             switch.add_done_callback(lambda _: lease.release(Ending.UNSENT))
             raise
         lease.waited = self._clock() - asked
         if lease.granted.outcome is Outcome.UNMANAGED:
             self._give_back(lease, Ending.UNSENT)
             return self._loosen(lease, lease.granted.why)
-        lease.sent_at = self._clock()
-        if slot.waiters:
+        lease._sent_at = self._clock()
+        if slot.waiters or self._lock_folder is not None:
             self._watch(slot)
         return lease
 
@@ -205,7 +262,7 @@ class SlotSwitcher:
         turn: asyncio.Future[None] = loop.create_future()
         entry = (turn, lease)
         slot.waiters.append(entry)
-        timer = loop.call_later(queue_seconds, _expire, turn)
+        timer = loop.call_later(queue_seconds, _expire, turn, "the slot did not become free")
         self._watch(slot)
         try:
             await turn
@@ -223,6 +280,7 @@ class SlotSwitcher:
         self._loose = {loose: since for loose, since in self._loose.items() if since > oldest}
         slot.disturbed = bool(self._loose)
         slot.lease = lease
+        slot.turns += 1
         slot.epoch += 1
         if slot.idle_timer is not None:
             slot.idle_timer.cancel()
@@ -233,20 +291,9 @@ class SlotSwitcher:
         if slot.lease is not lease:
             return
         if ending is not Ending.UNSENT and lease.granted.outcome is not Outcome.UNMANAGED:
-            before, reading = slot.resident, lease._reading
-            slot.resident = Resident(
-                key=lease.want.key,
-                owner=lease.want.owner,
-                dirty=True,
-                task_before=reading.task if reading else None,
-                before=replace(before, before=None) if before else None,
-                whole=ending is Ending.ANSWERED,
-                saved_tokens=before.saved_tokens if before and before.key == lease.want.key else 0,
-            )
+            slot.resident = None if slot.disturbed else _left_by(lease, ending, slot.resident)
             slot.home = lease._folder
             slot.perhaps_busy = ending is Ending.BROKEN
-            if slot.disturbed:
-                slot.resident = None
         slot.lease = None
         slot.epoch += 1
         slot.idle_tries = 0
@@ -262,22 +309,25 @@ class SlotSwitcher:
                 return True
         return False
 
+    # leases that nobody gave back
+
     def _watch(self, slot: _Slot) -> None:
         if slot.watch is None or slot.watch.done():
             slot.watch = self._task(self._find_lost_lease(slot))
 
     async def _find_lost_lease(self, slot: _Slot) -> None:
+        """Free the slot of a lease whose request has ended without a word. Asks the server only while somebody waits."""
         idle_since: float | None = None
         watched: Lease | None = None
-        while slot.waiters and slot.lease is not None:
+        while slot.lease is not None:
             lease = slot.lease
-            if lease is not watched or lease.sent_at is None:
+            if lease is not watched or lease._sent_at is None:
                 watched, idle_since = lease, None
                 await asyncio.sleep(LOST_AFTER_SECONDS)
                 continue
-            held = self._clock() - lease.sent_at
-            if held < LOST_AFTER_SECONDS:
-                await asyncio.sleep(LOST_AFTER_SECONDS - held)
+            held = self._clock() - lease._sent_at
+            if held < LOST_AFTER_SECONDS or not (slot.waiters or slot.lock.contended()):
+                await asyncio.sleep(LOST_AFTER_SECONDS)
                 continue
             try:
                 reading = await self._look(slot.number)
@@ -308,48 +358,57 @@ class SlotSwitcher:
         try:
             lease.granted = await self._switched(slot, lease, deadline)
         except LlamaServerError as error:
-            self._fault(error)
+            self._server_fault(error)
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
             slot.resident = None
         except _NoTurn as error:
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
         except Exception as error:  # a fault of ours is never one of the request
-            self._once.warn(("bug", type(error).__name__), "switch failed: %s", type(error).__name__)
+            self._once.warn(("bug", type(error).__name__), "switch failed: %s: %s", type(error).__name__, error)
             lease.granted = Granted(Outcome.UNMANAGED, f"internal fault {type(error).__name__}")
             slot.resident = None
 
     async def _switched(self, slot: _Slot, lease: Lease, deadline: float) -> Granted:
+        want, folder = lease.want, lease._folder
+        await self._lock(slot, deadline)
+        if lease._abandoned:
+            return Granted(Outcome.UNMANAGED, "the client left")
         reading = await self._look_until_idle(slot, deadline)
-        if self._once.over(("server", self.server.base_url)):
-            report.info("%s answers again", self.server.shown)
+        self.actions.works_again()
         slot.perhaps_busy = False
+        lease._reading = reading
+        self._judge(slot, reading)
+        resident = slot.resident
+        if want.key is not None and resident is not None and resident.key == want.key and resident.whole:
+            return Granted(Outcome.RESIDENT)
+        if want.key is None and not worth_saving(resident, slot.min_tokens):
+            plan = make_plan(want, resident, None, reading)
+            if plan.erase:
+                await self._erase(slot)
+            return Granted(plan.outcome)
+        identity = lease._identity = await self._identify(slot)
+        works = self.actions.works_for(identity)
+        saved = await self._look_up(want.key, identity, folder) if works and want.key is not None else None
+        plan = make_plan(want, slot.resident, saved, reading, slot.min_tokens)
+        if plan.save and works:
+            await self._save(slot, {want.key} if want.key else set())
+        if plan.erase:
+            await self._erase(slot)
+        outcome = plan.outcome
+        if plan.restore and saved is not None and not self.actions.hung:
+            outcome = await self._restore(slot, lease, saved, reading, identity)
+        if self.actions.hung:
+            return Granted(Outcome.UNMANAGED, "the server did not answer")
+        if outcome is Outcome.COLD and want.key is not None:
+            report.info("%s slot %d: miss %s", self.server.shown, slot.number, want.key)
+        return Granted(outcome)
+
+    def _judge(self, slot: _Slot, reading: SlotReading) -> None:
         found, slot.resident = judge(slot.resident, reading)
         if found is Found.RESTARTED:
-            report.info("%s slot %d: the server was restarted", self.server.shown, slot.number)
-        lease._reading = reading
-        want, folder = lease.want, lease._folder
-        actions_on = self._clock() >= self._off_until
-        resident_wanted = want.key is not None and slot.resident is not None and slot.resident.key == want.key
-        ask_disk = (
-            want.key is not None and actions_on and not (resident_wanted and slot.resident and slot.resident.whole)
-        )
-        saved = await folder.find(want.key) if ask_disk and want.key is not None else None
-        plan = make_plan(want, slot.resident, saved, reading)
-        if plan.save and actions_on:
-            await self._save(slot, protect=want.key)
-            if self._clock() < self._hung_until:
-                return Granted(Outcome.UNMANAGED, "the server did not answer")
-        if plan.erase and actions_on:
-            await self._erase(slot)
-        if plan.restore and want.key is not None and saved is not None:
-            outcome = await self._restore(slot, want.key, want.owner, saved.bytes, folder, reading)
-            if self._clock() < self._hung_until:
-                return Granted(Outcome.UNMANAGED, "the server did not answer")
-        else:
-            outcome = plan.outcome
-            if outcome is Outcome.COLD and want.key is not None:
-                report.info("%s slot %d: miss %s", self.server.shown, slot.number, want.key)
-        return Granted(outcome)
+            report.info("%s slot %d: the server was started again", self.server.shown, slot.number)
+            self.actions.restarted()
+            self._identity = None
 
     async def _look(self, number: int) -> SlotReading:
         readings = await self.server.slots()
@@ -377,123 +436,178 @@ class SlotSwitcher:
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, BUSY_MOST_SECONDS)
 
-    async def _save(self, slot: _Slot, protect: str | None = None) -> bool:
+    async def _identify(self, slot: _Slot) -> Identity:
+        """Ask which model the server runs. What another process or model of it computed is not in the slot any more."""
+        identity = await self.server.identity(self._identity)
+        if self._identity is not None and identity.boot != self._identity.boot:
+            self.actions.restarted()
+        self._identity = identity
+        resident = slot.resident
+        if (
+            resident is not None
+            and resident.model
+            and (resident.model, resident.boot) != (identity.model, identity.boot)
+        ):
+            slot.resident = None
+        return identity
+
+    async def _look_up(self, key: str, identity: Identity, folder: CacheFolder) -> Saved | None:
+        found = await folder.look_up(key, identity.model)
+        if found.problem == "damaged":
+            self.actions.counts["damaged files"] += 1
+            report.logger.warning("slot-cache: delete %s: the file is not what was saved", key)
+        elif found.problem == "other model":
+            self.actions.counts["other model"] += 1
+            self._once.warn(
+                ("other model", folder.tag, identity.model),
+                "%s: what is saved for route %s is another model's and is not restored; this one is %s",
+                self.server.shown,
+                report.shown(folder.route),
+                report.shown(identity.name),
+            )
+        return found.saved
+
+    async def _save(self, slot: _Slot, protected: set[str]) -> bool:
         """Save the resident; it must be worth it. Returns whether there is a good save now."""
         resident, folder = slot.resident, slot.home
-        if resident is None or resident.key is None or resident.mark is None or folder is None:
+        if resident is None or resident.key is None or folder is None or not resident.model:
             return False
-        key = resident.key
-        where = ("save", self.server.base_url)
-        started = self._clock()
-        try:
-            answer = await self.server.save(
-                slot.number, folder.name_to_save(key), resident.mark.tokens * self._expected_per_token(folder)
-            )
-        except LlamaServerError as error:
-            self._action_fault("save", key, error)
+        after = await self.actions.save(slot.number, resident, folder)
+        if after is None:
             return False
-        problem = None
-        if answer.tokens < resident.mark.tokens:
-            problem = f"{answer.tokens} tokens were saved of {resident.mark.tokens}"
-        else:
-            try:
-                await folder.commit(key, answer.tokens, answer.bytes)
-            except FolderError as error:
-                problem = str(error)
-        if problem is not None:
-            await folder.discard_part(key)
-            self._once.warn((*where, folder.tag), "%s save failed %s: %s", self.server.shown, key, problem)
-            if "not in save_path" in problem:
-                folder.blind()
-                return await self._save(slot, protect)
-            return False
-        self._once.over((*where, folder.tag))
-        self._once.over(where)
-        slot.resident = replace(resident, dirty=False, saved_tokens=answer.tokens, whole=True)
-        self._bytes_per_token[folder.tag] = answer.bytes / answer.tokens
-        report.info(
-            "%s save %s: %d tokens, %.1f MB, %.3f s",
-            self.server.shown,
-            key,
-            answer.tokens,
-            answer.bytes / 1e6,
-            self._clock() - started,
-        )
-        self._task(self._enforce_limits(folder, {key} if protect is None else {key, protect}))
+        slot.resident = after
+        self._task(self._tidy(folder, protected | {resident.key}))
         return True
 
     async def _restore(
-        self, slot: _Slot, key: str, owner: str, size: int, folder: CacheFolder, reading: SlotReading
+        self, slot: _Slot, lease: Lease, saved: Saved, reading: SlotReading, identity: Identity
     ) -> Outcome:
-        started = self._clock()
         slot.resident = None
-        try:
-            answer = await self.server.restore(slot.number, folder.saved_name(key), float(size))
-        except LlamaServerError as error:
-            self._action_fault("restore", key, error)
-            if error.status == 400:
-                await folder.forget(key)
+        await self._write_down(slot)  # should this process die now, nobody may think that it is what it was
+        slot.resident = await self.actions.restore(slot.number, lease.want, saved, lease._folder, reading, identity)
+        if slot.resident is None:
             return Outcome.COLD
-        if answer.tokens <= 0:
-            self._once.warn(("restore", self.server.base_url), "%s restore failed %s: empty", self.server.shown, key)
-            await folder.forget(key)
-            return Outcome.COLD
-        self._once.over(("restore", self.server.base_url))
-        slot.resident = Resident(
-            key=key,
-            owner=owner,
-            mark=Mark(reading.task, answer.tokens) if reading.task is not None else None,
-            saved_tokens=answer.tokens,
-        )
-        slot.home = folder
-        await folder.used(key)
-        report.info(
-            "%s restore %s: %d tokens, %.1f MB, %.3f s",
-            self.server.shown,
-            key,
-            answer.tokens,
-            answer.bytes / 1e6,
-            self._clock() - started,
-        )
+        slot.home = lease._folder
+        if shared_part(saved.chain, lease.want.chain) >= 0.5:
+            lease._restored = saved.tokens
         return Outcome.RESTORED
 
     async def _erase(self, slot: _Slot) -> None:
         slot.resident = None
-        try:
-            await self.server.erase(slot.number)
-        except LlamaServerError as error:
-            self._action_fault("erase", "-", error)
-        else:
-            report.info("%s slot %d: erased, its tokens belong to another key", self.server.shown, slot.number)
+        await self._write_down(slot)
+        await self.actions.erase(slot.number, "its tokens may belong to another key")
 
-    def _expected_per_token(self, folder: CacheFolder) -> float:
-        return self._bytes_per_token.get(folder.tag, UNKNOWN_BYTES_PER_TOKEN)
+    async def _sweep(self, folder: CacheFolder) -> None:
+        swept = await folder.sweep()
+        if swept:
+            report.info("route %s: %d left-overs of broken saves and vanished files", report.shown(folder.route), swept)
+
+    async def _tidy(self, folder: CacheFolder, protected: set[str]) -> None:
+        enforced = await folder.enforce_limits(protected)
+        for file in enforced.dropped:
+            self.actions.counts["evictions"] += 1
+            report.info("delete %s: %.1f MB, over the route's limit", file.key, file.size / 1e6)
+        if enforced.alone_over is not None:
+            self._once.warn(
+                ("alone", folder.tag),
+                "one cache alone is over max_gib: %s has %.1f MB",
+                enforced.alone_over.key,
+                enforced.alone_over.size / 1e6,
+            )
+
+    # what other processes are told
+
+    async def _lock(self, slot: _Slot, deadline: float) -> None:
+        """Have the lock between processes, and know what is in the slot."""
+        if slot.locked and slot.turns > TURNS_IN_A_ROW and slot.lock.contended():
+            await self._mark(slot)
+            await self._unlock(slot)
+        if slot.locked:
+            return
+        try:
+            if not await slot.lock.acquire(max(deadline - self._clock(), 0.001)):
+                raise _NoTurn("another worker kept the slot")
+        except OSError as error:
+            self._once.warn(("lock",), "no locks between workers: %s", error)
+        slot.locked, slot.turns = True, 1
+        await self._read_up(slot)
+
+    async def _unlock(self, slot: _Slot) -> None:
+        await self._write_down(slot)
+        slot.locked = False
+        slot.lock.release()
+
+    async def _read_up(self, slot: _Slot) -> None:
+        row = await self._index.call(self._index.index.slot, self.name, slot.number)
+        known = slot.resident
+        if row is None:
+            slot.resident = None
+        elif known is None or known.key != row.key or known.mark != Mark(row.task, row.tokens):
+            slot.resident = _resident_of(row)
+            slot.home = self._home_of(row, slot.home)
+
+    async def _write_down(self, slot: _Slot) -> None:
+        row = _row_of(self.name, slot)
+        if row is None:
+            await self._index.call(self._index.index.drop_slot, self.name, slot.number)
+        else:
+            await self._index.call(self._index.index.put_slot, row)
+
+    def _home_of(self, row: SlotRow, last: CacheFolder | None) -> CacheFolder | None:
+        """The folder of a cache that another process, or this one before, has left in a slot. Its limits are not known."""
+        if row.key is None:
+            return None
+        tag = tag_of(row.key)
+        if last is not None and (last.id, last.tag) == (row.folder, tag):
+            return last
+        path = Path(row.folder) if row.folder.startswith("/") else None
+        return CacheFolder(self._index, tag=tag, route=row.route, server=self.name, path=path)
 
     # after a request
 
-    async def _settle(self, slot: _Slot, epoch: int, idle_seconds: float) -> None:
-        """Mark what the request has left, so that a stranger's use is noticed later; then wait for the idle save."""
-        pause = BUSY_FIRST_SECONDS
+    async def _mark(self, slot: _Slot) -> None:
+        """Look at what the last request has left, so that a stranger's use is noticed later."""
         try:
-            for _ in range(12):  # a request that was broken off may still be running for a moment
+            reading = await self._look(slot.number)
+        except LlamaServerError:
+            slot.resident = None
+            return
+        if reading.processing:
+            slot.resident = None
+        else:
+            self._judge(slot, reading)
+
+    async def _settle(self, slot: _Slot, epoch: int, idle_seconds: float) -> None:
+        """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
+        pause = BUSY_FIRST_SECONDS
+        looks = SETTLE_LOOKS if slot.perhaps_busy else 1
+        for number in range(looks):
+            try:
                 reading = await self._look(slot.number)
-                if slot.epoch != epoch:
-                    return
-                if not reading.processing:
-                    _, slot.resident = judge(slot.resident, reading)
-                    slot.perhaps_busy = False
-                    break
-                if not slot.perhaps_busy:
-                    slot.resident = None
-                    return
+            except LlamaServerError:
+                break
+            if slot.epoch != epoch:
+                return
+            if not reading.processing:
+                self._judge(slot, reading)
+                slot.perhaps_busy = False
+                break
+            if number + 1 < looks:
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.5, BUSY_MOST_SECONDS)
                 if slot.epoch != epoch:
                     return
-        except LlamaServerError:
-            if slot.epoch != epoch:
-                return
+            elif not slot.perhaps_busy:
+                slot.resident = None  # somebody else is in there
+        if slot.epoch != epoch:
+            return
         self._plan_idle_save(slot, idle_seconds)
+        if not slot.locked:
+            return
+        await self._write_down(slot)
+        if slot.epoch == epoch:
+            slot.locked = False
+            slot.lock.release()
 
     def _plan_idle_save(self, slot: _Slot, idle_seconds: float) -> None:
         resident = slot.resident
@@ -503,78 +617,60 @@ class SlotSwitcher:
             )
 
     async def _idle_save(self, slot: _Slot, epoch: int, idle_seconds: float) -> None:
-        if slot.epoch != epoch or slot.lease is not None or slot.home is None or self._clock() < self._off_until:
+        """Save what nobody has used for a while. Does not wake the server, and waits for nobody."""
+        if slot.epoch != epoch or slot.lease is not None or slot.home is None:
             return
         lease = Lease(self, slot, Want(None), slot.home, idle_seconds)
         self._grant(slot, lease)
-        saved = False
-        tries = slot.idle_tries + 1
+        tries, saved = slot.idle_tries + 1, False
         try:
-            if (await self.server.props()).sleeping:
-                slot.resident = None
-                return
-            reading = await self._look(slot.number)
-            if reading.processing:
-                slot.resident = None
-                return
-            _, slot.resident = judge(slot.resident, reading)
-            saved = worth_saving(slot.resident) and await self._save(slot)
+            saved = await self._saved_idle(slot)
         except LlamaServerError as error:
-            self._fault(error)
+            self._server_fault(error)
         except Exception as error:
-            self._once.warn(("bug", type(error).__name__), "idle save failed: %s", type(error).__name__)
+            self._once.warn(("bug", type(error).__name__), "idle save failed: %s: %s", type(error).__name__, error)
         finally:
             lease.active = False
             slot.lease = None
             slot.epoch += 1
-            if not self._hand_on(slot) and not saved and tries < 3:
-                slot.idle_tries = tries
-                self._plan_idle_save(slot, idle_seconds)
+            if not self._hand_on(slot):
+                if not saved and tries < IDLE_TRIES:
+                    slot.idle_tries = tries
+                    self._plan_idle_save(slot, idle_seconds)
+                self._task(self._let_go(slot, slot.epoch))
 
-    async def _enforce_limits(self, folder: CacheFolder, protected: set[str]) -> None:
-        enforced = await folder.enforce_limits(protected)
-        for file in enforced.dropped:
-            report.info("delete %s: %.1f MB, over the route's limit", file.key, file.bytes / 1e6)
-        if enforced.alone_over is not None:
-            self._once.warn(
-                ("alone", folder.tag),
-                "one cache alone is over max_gib: %s has %.1f MB",
-                enforced.alone_over.key,
-                enforced.alone_over.bytes / 1e6,
-            )
+    async def _saved_idle(self, slot: _Slot) -> bool:
+        if not slot.locked:
+            if not slot.lock.try_acquire():
+                return True  # another process uses it, and will see to it
+            slot.locked = True
+            await self._read_up(slot)
+        identity = await self._identify(slot)
+        if identity.sleeping:
+            slot.resident = None
+        elif self.actions.works_for(identity):
+            reading = await self._look(slot.number)
+            if reading.processing:
+                slot.resident = None
+            else:
+                self._judge(slot, reading)
+                if worth_saving(slot.resident, slot.min_tokens):
+                    return await self._save(slot, set())
+        return True
 
-    # faults
+    async def _let_go(self, slot: _Slot, epoch: int) -> None:
+        if slot.locked and slot.epoch == epoch:
+            await self._write_down(slot)
+            if slot.epoch == epoch:
+                slot.locked = False
+                slot.lock.release()
 
-    def _fault(self, error: LlamaServerError) -> None:
-        if error.fault == "timeout":
-            self._hung_until = self._clock() + HUNG_SECONDS
+    def _server_fault(self, error: LlamaServerError) -> None:
+        self.actions.fault(error)
+        if self.actions.hung:
             for slot in self._slots.values():
                 for turn, _ in slot.waiters:
-                    if not turn.done():
-                        turn.set_exception(_NoTurn("the server did not answer"))
-        cure = ""
-        if error.status == 401:
-            cure = " (the key was refused: check the route's api_key)"
-        elif error.status == 501:
-            cure = " (start llama-server with --slots)"
-        self._once.warn(
-            ("server", self.server.base_url),
-            "%s: %s%s; requests go on without a switch",
-            self.server.shown,
-            error,
-            cure,
-        )
-
-    def _action_fault(self, action: str, key: str, error: LlamaServerError) -> None:
-        cure = ""
-        if error.status == 501:
-            self._off_until = self._clock() + OFF_SECONDS
-            cure = " (start llama-server with --slot-save-path)"
-        elif error.fault == "timeout":
-            self._hung_until = self._clock() + HUNG_SECONDS
-        self._once.warn(
-            (action, self.server.base_url), "%s %s failed %s: %s%s", self.server.shown, action, key, error, cure
-        )
+                    _expire(turn, "the server did not answer")
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -583,6 +679,60 @@ class SlotSwitcher:
         return task
 
 
-def _expire(turn: asyncio.Future[None]) -> None:
+def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
+    """What a request has left in its slot, not looked at yet."""
+    want, reading, identity = lease.want, lease._reading, lease._identity
+    same = before if before is not None and before.key is not None and before.key == want.key else None
+    return Resident(
+        key=want.key,
+        owner=want.owner,
+        dirty=True,
+        task_before=reading.task if reading else None,
+        before=replace(before, before=None) if before else None,
+        whole=ending is Ending.ANSWERED,
+        saved_tokens=same.saved_tokens if same else 0,
+        model=identity.model if identity else same.model if same else "",
+        boot=identity.boot if identity else same.boot if same else "",
+        chain=want.chain,
+    )
+
+
+def _row_of(server: str, slot: _Slot) -> SlotRow | None:
+    resident = slot.resident
+    if resident is None or resident.mark is None or slot.home is None:
+        return None
+    return SlotRow(
+        server=server,
+        slot=slot.number,
+        key=resident.key,
+        owner=resident.owner,
+        folder=slot.home.id,
+        route=slot.home.route,
+        task=resident.mark.task,
+        tokens=resident.mark.tokens,
+        dirty=resident.dirty,
+        whole=resident.whole,
+        saved_tokens=resident.saved_tokens,
+        model=resident.model,
+        boot=resident.boot,
+        chain=resident.chain,
+    )
+
+
+def _resident_of(row: SlotRow) -> Resident:
+    return Resident(
+        key=row.key,
+        owner=row.owner,
+        dirty=row.dirty,
+        mark=Mark(row.task, row.tokens),
+        whole=row.whole,
+        saved_tokens=row.saved_tokens,
+        model=row.model,
+        boot=row.boot,
+        chain=row.chain,
+    )
+
+
+def _expire(turn: asyncio.Future[None], why: str) -> None:
     if not turn.done():
-        turn.set_exception(_NoTurn("the slot did not become free"))
+        turn.set_exception(_NoTurn(why))

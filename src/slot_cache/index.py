@@ -1,0 +1,399 @@
+"""What is saved, and what is in which slot: kept where every worker of every proxy on the machine finds it.
+
+`Index` is the small base; `SqliteIndex` keeps it in one SQLite database for one machine, `MemoryIndex` for one process
+where there is no place for a file. The index never fails a request: a database that is damaged is put aside and made
+anew, one that is locked or cannot be written is done without, and either is said once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sqlite3
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TypeVar
+
+from slot_cache import report
+
+SCHEMA = 1
+BUSY_SECONDS = 0.5
+"""How long a call waits for another process that writes. A write takes well below a millisecond."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class CacheRow:
+    """One saved cache.
+
+    Attributes:
+        folder: where its file is: the save_path, or, where that cannot be seen, the server's address.
+        key: the file's name without .bin.
+        route: the model_name.
+        model: the fingerprint of the model that wrote it.
+        tokens, size: what the server said of the save.
+        checksum: of the whole file, "" if it was too large to take.
+        sample: checksum of head, tail and samples between, "" where the file cannot be seen.
+        chain: the prompt's fingerprint.
+        created, used: seconds since the epoch.
+        uses: how often it was restored.
+        seconds: prefill it stands for, 0 if not known.
+        pending: a save that has been checked and is about to get this name; the file is this row or that.
+    """
+
+    folder: str
+    key: str
+    route: str
+    model: str
+    tokens: int
+    size: int
+    checksum: str = ""
+    sample: str = ""
+    chain: bytes = b""
+    created: float = 0.0
+    used: float = 0.0
+    uses: int = 0
+    seconds: float = 0.0
+    pending: bool = False
+
+
+@dataclass(frozen=True)
+class SlotRow:
+    """What a slot held when its last request of ours had ended.
+
+    Attributes:
+        server: the server's address.
+        slot: its number.
+        key: whose cache, None for nobody's.
+        owner: the LiteLLM key of its tokens, None if not known.
+        folder, route: as in `CacheRow`.
+        task, tokens: what the server said then.
+        dirty, whole, saved_tokens: as in `slot_cache.state.Resident`.
+        model, boot: of the server that computed it, "" if not known.
+        chain: the prompt's fingerprint.
+    """
+
+    server: str
+    slot: int
+    key: str | None
+    owner: str | None
+    folder: str
+    route: str
+    task: int
+    tokens: int
+    dirty: bool
+    whole: bool
+    saved_tokens: int
+    model: str = ""
+    boot: str = ""
+    chain: bytes = b""
+
+
+class Index(ABC):
+    """What is saved and what is in which slot. Plain calls that raise nothing; what cannot be read is not there."""
+
+    @abstractmethod
+    def cache(self, folder: str, key: str) -> list[CacheRow]:
+        """What is known of a saved cache: nothing, its row, or two rows, of which the one that fits the file counts."""
+
+    @abstractmethod
+    def caches(self) -> list[CacheRow]:
+        """Every saved cache, with pending rows."""
+
+    @abstractmethod
+    def put_cache(self, row: CacheRow) -> None:
+        """Record a save. A row that is not pending takes the place of every row of the same cache."""
+
+    @abstractmethod
+    def used_cache(self, folder: str, key: str, when: float) -> None:
+        """Note a restore."""
+
+    @abstractmethod
+    def drop_cache(self, folder: str, key: str) -> None:
+        """Forget a saved cache."""
+
+    @abstractmethod
+    def slot(self, server: str, slot: int) -> SlotRow | None:
+        """What is in a slot, None if not known."""
+
+    @abstractmethod
+    def put_slot(self, row: SlotRow) -> None:
+        """Record what is in a slot."""
+
+    @abstractmethod
+    def drop_slot(self, server: str, slot: int) -> None:
+        """It is not known any more what is in a slot."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files. Calls after that find nothing."""
+
+
+class MemoryIndex(Index):
+    """An index for one process, gone with it."""
+
+    def __init__(self) -> None:
+        self._caches: dict[tuple[str, str], list[CacheRow]] = {}
+        self._slots: dict[tuple[str, int], SlotRow] = {}
+
+    def cache(self, folder: str, key: str) -> list[CacheRow]:
+        return list(self._caches.get((folder, key), ()))
+
+    def caches(self) -> list[CacheRow]:
+        return [row for rows in self._caches.values() for row in rows]
+
+    def put_cache(self, row: CacheRow) -> None:
+        kept = [old for old in self._caches.get((row.folder, row.key), ()) if not old.pending] if row.pending else []
+        self._caches[row.folder, row.key] = [*kept, row]
+
+    def used_cache(self, folder: str, key: str, when: float) -> None:
+        rows = self._caches.get((folder, key), [])
+        rows[:] = [replace(row, used=when, uses=row.uses + 1) for row in rows]
+
+    def drop_cache(self, folder: str, key: str) -> None:
+        self._caches.pop((folder, key), None)
+
+    def slot(self, server: str, slot: int) -> SlotRow | None:
+        return self._slots.get((server, slot))
+
+    def put_slot(self, row: SlotRow) -> None:
+        self._slots[row.server, row.slot] = row
+
+    def drop_slot(self, server: str, slot: int) -> None:
+        self._slots.pop((server, slot), None)
+
+    def close(self) -> None:
+        self._caches.clear()
+        self._slots.clear()
+
+
+_CACHE_FIELDS = [field.name for field in fields(CacheRow)]
+_SLOT_FIELDS = [field.name for field in fields(SlotRow)]
+
+_MIGRATIONS = [
+    # 0 -> 1
+    """
+    CREATE TABLE caches (
+        folder TEXT NOT NULL, key TEXT NOT NULL, route TEXT NOT NULL, model TEXT NOT NULL,
+        tokens INTEGER NOT NULL, size INTEGER NOT NULL, checksum TEXT NOT NULL, sample TEXT NOT NULL,
+        chain BLOB NOT NULL, created REAL NOT NULL, used REAL NOT NULL, uses INTEGER NOT NULL, seconds REAL NOT NULL,
+        pending INTEGER NOT NULL, PRIMARY KEY (folder, key, pending)
+    ) WITHOUT ROWID;
+    CREATE TABLE slots (
+        server TEXT NOT NULL, slot INTEGER NOT NULL, key TEXT, owner TEXT, folder TEXT NOT NULL, route TEXT NOT NULL,
+        task INTEGER NOT NULL, tokens INTEGER NOT NULL, dirty INTEGER NOT NULL, whole INTEGER NOT NULL,
+        saved_tokens INTEGER NOT NULL, model TEXT NOT NULL, boot TEXT NOT NULL, chain BLOB NOT NULL,
+        PRIMARY KEY (server, slot)
+    ) WITHOUT ROWID;
+    """,
+]
+
+
+class SqliteIndex(Index):
+    """An index in one SQLite database (WAL), shared by the processes of one machine.
+
+    Args:
+        path: the database file; it and its folder are made if absent, readable by their owner only.
+
+    Raises:
+        OSError, sqlite3.Error: there can be no database there at all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._once = report.Once()
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._db: sqlite3.Connection | None = self._open()
+        except sqlite3.DatabaseError as error:
+            if not _is_damage(error):
+                raise
+            self._put_aside(error)
+            self._db = self._open()
+
+    def cache(self, folder: str, key: str) -> list[CacheRow]:
+        rows = self._read("SELECT * FROM caches WHERE folder = ? AND key = ? ORDER BY pending", folder, key)
+        return [_cache_row(row) for row in rows]
+
+    def caches(self) -> list[CacheRow]:
+        return [_cache_row(row) for row in self._read("SELECT * FROM caches ORDER BY folder, key, pending")]
+
+    def put_cache(self, row: CacheRow) -> None:
+        with self._writing() as db:
+            if not row.pending:
+                db.execute("DELETE FROM caches WHERE folder = ? AND key = ?", (row.folder, row.key))
+            db.execute(_insert("caches", _CACHE_FIELDS), [getattr(row, name) for name in _CACHE_FIELDS])
+
+    def used_cache(self, folder: str, key: str, when: float) -> None:
+        with self._writing() as db:
+            db.execute("UPDATE caches SET used = ?, uses = uses + 1 WHERE folder = ? AND key = ?", (when, folder, key))
+
+    def drop_cache(self, folder: str, key: str) -> None:
+        with self._writing() as db:
+            db.execute("DELETE FROM caches WHERE folder = ? AND key = ?", (folder, key))
+
+    def slot(self, server: str, slot: int) -> SlotRow | None:
+        rows = self._read("SELECT * FROM slots WHERE server = ? AND slot = ?", server, slot)
+        return _slot_row(rows[0]) if rows else None
+
+    def put_slot(self, row: SlotRow) -> None:
+        with self._writing() as db:
+            db.execute(_insert("slots", _SLOT_FIELDS), [getattr(row, name) for name in _SLOT_FIELDS])
+
+    def drop_slot(self, server: str, slot: int) -> None:
+        with self._writing() as db:
+            db.execute("DELETE FROM slots WHERE server = ? AND slot = ?", (server, slot))
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        try:
+            db.row_factory = sqlite3.Row
+            with contextlib.suppress(OSError):
+                self.path.chmod(0o600)
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            _migrate(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _put_aside(self, error: Exception) -> None:
+        aside = self.path.with_name(f"{self.path.name}.damaged-{int(time.time())}")
+        report.logger.warning("slot-cache: the index is damaged (%s) and made anew", type(error).__name__)
+        for ending in ("", "-wal", "-shm"):
+            with contextlib.suppress(OSError):
+                os.replace(f"{self.path}{ending}", f"{aside}{ending}")  # noqa: PTH105 - three files of one name
+
+    def _read(self, sql: str, *values: object) -> list[sqlite3.Row]:
+        if self._db is None:
+            return []
+        try:
+            rows: list[sqlite3.Row] = self._db.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            self._failed(error)
+            return []
+        self._once.over(("index",))
+        return rows
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction; what fails in it is not written, said once, and otherwise ignored."""
+        db = self._db
+        try:
+            if db is None:
+                raise sqlite3.OperationalError("the index is closed")
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._failed(error)
+        else:
+            self._once.over(("index",))
+
+    def _failed(self, error: sqlite3.Error) -> None:
+        if self._db is None:
+            return
+        if not _is_damage(error):
+            self._once.warn(("index",), "the index cannot be used right now: %s", type(error).__name__)
+            return
+        self.close()
+        self._put_aside(error)
+        try:
+            self._db = self._open()
+        except (OSError, sqlite3.Error) as again:
+            report.logger.warning("slot-cache: the index cannot be made anew: %s", type(again).__name__)
+
+
+def open_index(state_dir: Path | None) -> Index:
+    """The index in `state_dir` (None: the default folder), or one in memory, said once, where there can be none."""
+    folder = state_dir if state_dir is not None else default_state_dir()
+    try:
+        return SqliteIndex(folder / "index.sqlite3")
+    except (OSError, sqlite3.Error) as error:
+        report.logger.warning(
+            "slot-cache: no index in the state folder (%s): what is saved is known until the proxy ends",
+            type(error).__name__,
+        )
+        return MemoryIndex()
+
+
+def default_state_dir() -> Path:
+    """`$XDG_STATE_HOME/slot-cache`, else `~/.local/state/slot-cache`."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(home) if home.startswith("/") else Path.home() / ".local" / "state"
+    return base / "slot-cache"
+
+
+class IndexThread:
+    """Runs an index's calls in one thread of their own, in the order in which they were made."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="slot-cache-index")
+
+    async def call(self, function: Callable[..., _T], *args: object) -> _T:
+        """`function(*args)`, a method of the index, in its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))
+
+    def close(self) -> None:
+        """Close the index when the calls made so far are done. Does not wait."""
+        self._executor.submit(self.index.close)
+        self._executor.shutdown(wait=False)
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    """Bring the schema up to date. A database of a newer version is left as it is, and not used."""
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA:
+        raise sqlite3.OperationalError(f"the index has schema {version}, this version knows {SCHEMA}")
+    if version == SCHEMA:
+        return
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]  # another process may have been faster
+        for number in range(version, SCHEMA):
+            for statement in _MIGRATIONS[number].split(";"):
+                if statement.strip():
+                    db.execute(statement)
+        db.execute(f"PRAGMA user_version = {SCHEMA}")
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether the file is no (whole) database, as against a lock, a full disk or a folder that is read only."""
+    if isinstance(error, sqlite3.OperationalError):
+        return "no such table" in str(error) or "no such column" in str(error) or "has no column" in str(error)
+    return isinstance(error, sqlite3.DatabaseError)
+
+
+def _insert(table: str, names: list[str]) -> str:
+    return f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+
+
+def _cache_row(row: sqlite3.Row) -> CacheRow:
+    values = {name: row[name] for name in _CACHE_FIELDS}
+    return CacheRow(**{**values, "pending": bool(values["pending"])})
+
+
+def _slot_row(row: sqlite3.Row) -> SlotRow:
+    values = {name: row[name] for name in _SLOT_FIELDS}
+    return SlotRow(**{**values, "dirty": bool(values["dirty"]), "whole": bool(values["whole"])})

@@ -1,0 +1,235 @@
+"""Saves, restores and erasures as they should be: checked before and after, recorded, said in the log.
+
+A caller holds the slot. Nothing here raises a fault of the server or the folder; each is said once per kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from slot_cache import report
+from slot_cache.folder import CacheFolder, FolderError, NotTheFolderError
+from slot_cache.llama_server import UNKNOWN_BYTES_PER_TOKEN, LlamaServer, LlamaServerError
+from slot_cache.model import Identity
+from slot_cache.state import Mark, Resident, Saved, SlotReading, Want
+
+HUNG_SECONDS = 5.0
+"""After a call timed out, requests go on without a switch for so long before the server is asked again."""
+
+OFF_SECONDS = 60.0
+"""After the server said that it does not do slot actions (501), it is not asked for one for so long."""
+
+USELESS_PART = 0.1
+USELESS_IN_A_ROW = 2
+"""A restore of which the server reused less than this part helped nothing. After so many in a row that should have
+helped, the model's caches are neither saved nor restored any more until the server is started again."""
+
+_RATE_WEIGHT = 0.3
+
+
+class SlotActions:
+    """What one server does with slots, and what was learned from it.
+
+    Attributes:
+        counts: how often each thing happened since the start: saves, restores, and failures by kind.
+        prefill_rate: tokens per second that the server prefills, 0 if not known yet.
+    """
+
+    def __init__(self, server: LlamaServer, once: report.Once, clock: Callable[[], float]) -> None:
+        self.server = server
+        self.counts: Counter[str] = Counter()
+        self.prefill_rate = 0.0
+        self._once = once
+        self._clock = clock
+        self._hung_until = float("-inf")
+        self._off_until = float("-inf")
+        self._bytes_per_token: dict[str, float] = {}
+        self._useless: Counter[str] = Counter()
+        self._stopped: dict[str, str] = {}
+
+    @property
+    def hung(self) -> bool:
+        """The server let a call time out a moment ago."""
+        return self._clock() < self._hung_until
+
+    def works_for(self, identity: Identity) -> bool:
+        """Whether to save and restore now: the server can, and it helps with this model."""
+        if self._clock() < self._off_until:
+            return False
+        stopped = self._stopped.get(identity.model)
+        if stopped is not None and stopped != identity.boot:
+            del self._stopped[identity.model]
+            stopped = None
+        return stopped is None
+
+    def restarted(self) -> None:
+        """The server was started again, perhaps with other flags: what did not help may help now."""
+        self._stopped.clear()
+        self._useless.clear()
+        self._off_until = float("-inf")
+
+    def fault(self, error: LlamaServerError) -> None:
+        """Note that the server did not do what it should, say so once."""
+        self.counts[f"server {error.fault}"] += 1
+        if error.fault == "timeout":
+            self._hung_until = self._clock() + HUNG_SECONDS
+        cure = {401: " (the key was refused: check the route's api_key)", 501: " (start llama-server with --slots)"}
+        self._once.warn(
+            ("server", self.server.base_url),
+            "%s: %s%s; requests go on without a switch",
+            self.server.shown,
+            error,
+            cure.get(error.status, ""),
+        )
+
+    def works_again(self) -> None:
+        """The server answered; if it did not before, say so."""
+        if self._once.over(("server", self.server.base_url)):
+            report.info("%s answers again", self.server.shown)
+
+    async def save(self, slot: int, resident: Resident, folder: CacheFolder) -> Resident | None:
+        """Save what is in the slot; it must be worth it and be marked.
+
+        Returns:
+            the resident as it is with a good save, None if there is none (a good one from before stays).
+        """
+        key, mark = resident.key, resident.mark
+        if key is None or mark is None:
+            return None
+        kind = ("save", self.server.base_url, folder.tag)
+        known = self._bytes_per_token.get(folder.tag)
+        if known is not None and not await folder.has_room(mark.tokens * known):
+            self._failed("save", kind, key, "the disk is full")
+            return None
+        started = self._clock()
+        expected = mark.tokens * (known or UNKNOWN_BYTES_PER_TOKEN)
+        try:
+            answer = await self.server.save(slot, folder.name_to_save(key), expected)
+        except LlamaServerError as error:
+            self._action_fault("save", kind, key, error)
+            await folder.discard_part(key)
+            return None
+        try:
+            if answer.tokens < mark.tokens:
+                raise FolderError(f"{answer.tokens} tokens were saved of {mark.tokens}")
+            seconds = answer.tokens / self.prefill_rate if self.prefill_rate else 0.0
+            await folder.commit(key, answer.tokens, answer.size, resident.model, resident.chain, seconds)
+        except NotTheFolderError as error:
+            self._failed("save", kind, key, f"{error}; its files are not looked at from now on")
+            folder.blind()
+            return await self.save(slot, resident, folder)
+        except FolderError as error:
+            self._failed("save", kind, key, str(error))
+            await folder.discard_part(key)
+            return None
+        self._once.over(kind)
+        self.counts["saves"] += 1
+        self._bytes_per_token[folder.tag] = answer.size / answer.tokens
+        self._say("save", key, answer.tokens, answer.size, started)
+        return replace(resident, dirty=False, whole=True, saved_tokens=answer.tokens)
+
+    async def restore(
+        self, slot: int, want: Want, saved: Saved, folder: CacheFolder, reading: SlotReading, identity: Identity
+    ) -> Resident | None:
+        """Restore a cache that `folder.look_up` has checked.
+
+        Returns:
+            what is in the slot now, None if it is nothing that may be relied on.
+        """
+        key = want.key
+        if key is None:
+            return None
+        kind = ("restore", self.server.base_url)
+        started = self._clock()
+        try:
+            answer = await self.server.restore(slot, folder.saved_name(key), float(saved.size))
+        except LlamaServerError as error:
+            self._action_fault("restore", kind, key, error)
+            if error.status == 400:
+                await folder.forget(key)
+            return None
+        if answer.tokens != saved.tokens or answer.size != saved.size:
+            self._failed("restore", kind, key, f"{answer.tokens} tokens came back of {saved.tokens}")
+            await folder.forget(key)
+            await self.erase(slot, "it is not what was saved")
+            return None
+        self._once.over(kind)
+        self.counts["restores"] += 1
+        self._say("restore", key, answer.tokens, answer.size, started)
+        await folder.restored(key, answer.size, answer.milliseconds / 1000)
+        return Resident(
+            key=key,
+            owner=want.owner,
+            mark=Mark(reading.task, answer.tokens) if reading.task is not None else None,
+            saved_tokens=answer.tokens,
+            model=identity.model,
+            boot=identity.boot,
+            chain=saved.chain,
+        )
+
+    async def erase(self, slot: int, why: str) -> None:
+        """Empty the slot."""
+        try:
+            await self.server.erase(slot)
+        except LlamaServerError as error:
+            self._action_fault("erase", ("erase", self.server.base_url), "-", error)
+        else:
+            self.counts["erasures"] += 1
+            report.info("%s slot %d: erased, %s", self.server.shown, slot, why)
+
+    def learn_prefill(self, tokens: int, seconds: float) -> None:
+        """Learn from an answer how fast the server prefills; short prompts tell little and do not count."""
+        if tokens >= 64 and seconds > 0:
+            rate = tokens / seconds
+            self.prefill_rate = (
+                rate if not self.prefill_rate else (1 - _RATE_WEIGHT) * self.prefill_rate + _RATE_WEIGHT * rate
+            )
+
+    def learn_use(self, identity: Identity, restored: int, reused: int) -> None:
+        """Learn whether a restore helped, from what the server reused of a prompt that continues what was restored."""
+        if restored <= 0 or identity.model in self._stopped:
+            return
+        if reused >= USELESS_PART * restored:
+            self._useless[identity.model] = 0
+            return
+        self.counts["useless restores"] += 1
+        self._useless[identity.model] += 1
+        if self._useless[identity.model] >= USELESS_IN_A_ROW:
+            self._stopped[identity.model] = identity.boot
+            report.logger.warning(
+                "slot-cache: %s: this model's restores are not reused (sliding-window or recurrent memory): for a "
+                "sliding-window model start llama-server with --swa-full; %s is neither saved nor restored any more "
+                "until the server is started again",
+                self.server.shown,
+                report.shown(identity.name),
+            )
+
+    def stopped(self) -> list[str]:
+        """The fingerprints of the models whose restores do not help."""
+        return list(self._stopped)
+
+    def _action_fault(self, action: str, kind: tuple[str, ...], key: str, error: LlamaServerError) -> None:
+        cure = ""
+        if error.status == 501:
+            self._off_until = self._clock() + OFF_SECONDS
+            cure = " (start llama-server with --slot-save-path)"
+        elif error.fault == "timeout":
+            self._hung_until = self._clock() + HUNG_SECONDS
+        self._failed(action, kind, key, f"{error}{cure}")
+
+    def _failed(self, action: str, kind: tuple[str, ...], key: str, why: str) -> None:
+        self.counts[f"failed {action}s"] += 1
+        self._once.warn(kind, "%s %s failed %s: %s", self.server.shown, action, key, why)
+
+    def _say(self, action: str, key: str, tokens: int, size: int, started: float) -> None:
+        report.info(
+            "%s %s %s: %d tokens, %.1f MB, %.3f s",
+            self.server.shown,
+            action,
+            key,
+            tokens,
+            size / 1e6,
+            self._clock() - started,
+        )
