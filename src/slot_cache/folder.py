@@ -179,8 +179,19 @@ class CacheFolder:
                 there before is still there.
         """
         now = time.time()
+        uses = max((row.uses for row in await self._rows(key)), default=0)
         row = CacheRow(
-            self.id, key, self.route, model, tokens, size, chain=chain, created=now, used=now, seconds=seconds
+            self.id,
+            key,
+            self.route,
+            model,
+            tokens,
+            size,
+            chain=chain,
+            created=now,
+            used=now,
+            uses=uses,
+            seconds=seconds,
         )
         if self.path is not None:
             part, name = self.path / self.name_to_save(key), self.path / self.saved_name(key)
