@@ -112,7 +112,7 @@ class SlotCacheHook(CustomLogger):
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self._once.warn(("bug", type(error).__name__), "a request goes on unmanaged: %s", type(error).__name__)
+            self._once.bug("a request goes on unmanaged", error)
             return None
         if turn is None or turn.lease is None or turn.outcome is Outcome.UNMANAGED:
             return None

@@ -121,14 +121,15 @@ class LlamaServer:
         return (await self._object("/props")).get("is_sleeping") is True
 
     async def identity(self, known: Identity | None = None) -> Identity:
-        """Which model the server runs. Asking does not wake it.
+        """Which model the server runs. Asking does not wake it: of one that sleeps no more is told than what is known.
 
         Args:
             known: what it was last time; one call is spared where the server shows that it was not started again since.
         """
         props = await self._object("/props")
-        if known is not None and known.boot and known.boot == boot_of(props):
-            return replace(known, sleeping=props.get("is_sleeping") is True)
+        sleeping = props.get("is_sleeping") is True
+        if sleeping or (known is not None and known.boot and known.boot == boot_of(props)):
+            return replace(known or Identity("", ""), sleeping=sleeping)
         return identity_of(props, await self._object("/v1/models"))
 
     async def _object(self, path: str) -> dict[str, Any]:

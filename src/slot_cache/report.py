@@ -38,6 +38,11 @@ class Once:
             self._said.popitem(last=False)
         logger.warning(_PREFIX + message, *args)
 
+    def bug(self, where: str, error: Exception) -> None:
+        """Say once per kind that something of ours failed; with LITELLM_LOG=DEBUG each time, with its traceback."""
+        self.warn(("bug", where, type(error).__name__), "%s: internal fault %s", where, type(error).__name__)
+        logger.debug(_PREFIX + "%s", where, exc_info=error)
+
     def over(self, kind: tuple[str, ...]) -> bool:
         """The fault is over: the next of its kind is said again. Returns whether it had been said."""
         if kind in self._said:

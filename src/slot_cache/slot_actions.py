@@ -5,7 +5,7 @@ A caller holds the slot. Nothing here raises a fault of the server or the folder
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,6 +25,9 @@ USELESS_PART = 0.1
 USELESS_IN_A_ROW = 2
 """A restore of which the server reused less than this part helped nothing. After so many in a row that should have
 helped, the model's caches are neither saved nor restored any more until the server is started again."""
+
+REFUSED = 1000
+"""Of so many caches it is remembered that the server refused to restore them; at the second time they are deleted."""
 
 _RATE_WEIGHT = 0.3
 
@@ -48,6 +51,7 @@ class SlotActions:
         self._bytes_per_token: dict[str, float] = {}
         self._useless: Counter[str] = Counter()
         self._stopped: dict[str, str] = {}
+        self._refused: OrderedDict[str, None] = OrderedDict()
 
     @property
     def hung(self) -> bool:
@@ -148,7 +152,7 @@ class SlotActions:
         except LlamaServerError as error:
             self._action_fault("restore", kind, key, error)
             if error.status == 400:
-                await folder.forget(key)
+                await self._refused_restore(key, folder)
             return None
         if answer.tokens != saved.tokens or answer.size != saved.size:
             self._failed("restore", kind, key, f"{answer.tokens} tokens came back of {saved.tokens}")
@@ -157,6 +161,7 @@ class SlotActions:
             return None
         self._once.over(kind)
         self.counts["restores"] += 1
+        self._refused.pop(key, None)
         self._say("restore", key, answer.tokens, answer.size, started)
         await folder.restored(key, answer.size, answer.milliseconds / 1000)
         return Resident(
@@ -168,6 +173,16 @@ class SlotActions:
             boot=identity.boot,
             chain=saved.chain,
         )
+
+    async def _refused_restore(self, key: str, folder: CacheFolder) -> None:
+        """The server could not restore a file. One that was checked may do another time, when there is more room."""
+        if folder.path is not None and key not in self._refused:
+            self._refused[key] = None
+            while len(self._refused) > REFUSED:
+                self._refused.popitem(last=False)
+            return
+        self._refused.pop(key, None)
+        await folder.forget(key)
 
     async def erase(self, slot: int, why: str) -> None:
         """Empty the slot."""
@@ -214,7 +229,7 @@ class SlotActions:
         cure = ""
         if error.status == 501:
             self._off_until = self._clock() + OFF_SECONDS
-            cure = " (start llama-server with --slot-save-path)"
+            cure = " (start llama-server with --slot-save-path; with a multimodal projector it cannot save slots)"
         elif error.fault == "timeout":
             self._hung_until = self._clock() + HUNG_SECONDS
         self._failed(action, kind, key, f"{error}{cure}")

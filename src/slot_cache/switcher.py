@@ -364,7 +364,7 @@ class SlotSwitcher:
         except _NoTurn as error:
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
         except Exception as error:  # a fault of ours is never one of the request
-            self._once.warn(("bug", type(error).__name__), "switch failed: %s: %s", type(error).__name__, error)
+            self._once.bug("switch", error)
             lease.granted = Granted(Outcome.UNMANAGED, f"internal fault {type(error).__name__}")
             slot.resident = None
 
@@ -423,8 +423,7 @@ class SlotSwitcher:
             try:
                 reading = await self._look(slot.number)
             except LlamaServerError as error:
-                patient = error.fault == "timeout" and (slot.perhaps_busy or len(self.leased()) > 1)
-                if not patient or self._clock() > deadline or not await self.server.alive():
+                if error.fault != "timeout" or self._clock() > deadline or not await self._has_a_reason(slot):
                     raise
                 continue
             if not reading.processing:
@@ -435,6 +434,15 @@ class SlotSwitcher:
                 slot.resident = None  # somebody else is in there
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, BUSY_MOST_SECONDS)
+
+    async def _has_a_reason(self, slot: _Slot) -> bool:
+        """Whether a server that does not answer in time is busy with what we know of: a batch of a prompt, or waking up."""
+        if slot.perhaps_busy or len(self.leased()) > 1:
+            return await self.server.alive()
+        try:
+            return await self.server.sleeping()
+        except LlamaServerError:
+            return False
 
     async def _identify(self, slot: _Slot) -> Identity:
         """Ask which model the server runs. What another process or model of it computed is not in the slot any more."""
@@ -628,7 +636,7 @@ class SlotSwitcher:
         except LlamaServerError as error:
             self._server_fault(error)
         except Exception as error:
-            self._once.warn(("bug", type(error).__name__), "idle save failed: %s: %s", type(error).__name__, error)
+            self._once.bug("idle save", error)
         finally:
             lease.active = False
             slot.lease = None
