@@ -406,7 +406,7 @@ class SlotSwitcher:
     def _judge(self, slot: _Slot, reading: SlotReading) -> None:
         found, slot.resident = judge(slot.resident, reading)
         if found is Found.RESTARTED:
-            report.info("%s slot %d: the server was started again", self.server.shown, slot.number)
+            report.info("%s slot %d: the server was started again, or slept: its slots are empty", self.server.shown, slot.number)
             self.actions.restarted()
             self._identity = None
 
