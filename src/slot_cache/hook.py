@@ -20,9 +20,10 @@ from litellm.integrations.custom_logger import CustomLogger
 from slot_cache import report
 from slot_cache.folder import CacheFolder
 from slot_cache.index import IndexThread, SqliteIndex, default_state_dir, open_index
-from slot_cache.llama_server import LlamaServer, same_server_key
+from slot_cache.llama_server import LlamaServer, LlamaServerError, same_server_key, shown_url
 from slot_cache.prompt import Prompt, fingerprint, tell_difference
 from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
+from slot_cache.router import RouterTracker, limit_of
 from slot_cache.settings import Settings, SettingsError, asks_for_it, read_settings
 from slot_cache.state import Ending, Outcome, Want
 from slot_cache.switcher import Lease, SlotSwitcher
@@ -84,6 +85,7 @@ class SlotCacheHook(CustomLogger):
         self._index: IndexThread | None = None
         self._once = report.Once()
         self._switchers: dict[str, SlotSwitcher] = {}
+        self._routers: dict[str, RouterTracker] = {}
         self._folders: OrderedDict[tuple[str, ...], CacheFolder] = OrderedDict()
         self._settings: dict[tuple[str, str], Settings | None] = {}
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
@@ -93,6 +95,8 @@ class SlotCacheHook(CustomLogger):
         """End all background work and close the connections to the servers."""
         for switcher in self._switchers.values():
             await switcher.aclose()
+        for router in self._routers.values():
+            await router.aclose()
         if self._index is not None:
             self._index.close()
 
@@ -230,7 +234,11 @@ class SlotCacheHook(CustomLogger):
             turn.key = request.key
             turn.chain, turn.prompt = await self._compare(request.key, kwargs)
         index = await self._open_index(settings)
-        switcher = self._switcher_of(request, index)
+        try:
+            switcher = await self._switcher_of(request, settings, index)
+        except LlamaServerError as error:
+            self._once.warn(("router", request.base_url, error.fault), "%s: %s", shown_url(request.base_url), error)
+            return None
         lease = await switcher.acquire(
             settings.slot,
             Want(request.key, request.owner, apart=settings.scope == "key", chain=turn.chain),
@@ -334,14 +342,38 @@ class SlotCacheHook(CustomLogger):
                 self._index = IndexThread(index)
         return self._index
 
-    def _switcher_of(self, request: CacheRequest, index: IndexThread) -> SlotSwitcher:
+    async def _switcher_of(self, request: CacheRequest, settings: Settings, index: IndexThread) -> SlotSwitcher:
+        """The slots for a request: those of its server, or of its model where the server is a router."""
         name = same_server_key(request.base_url)
+        locks = self._state_dir if isinstance(index.index, SqliteIndex) else None
+        router = self._routers.get(name)
         switcher = self._switchers.get(name)
-        if switcher is None:
-            locks = self._state_dir if isinstance(index.index, SqliteIndex) else None
-            switcher = self._switchers[name] = SlotSwitcher(
-                LlamaServer(request.base_url, request.api_key), index, name=name, lock_folder=locks
-            )
+        if router is None and switcher is None:
+            server = LlamaServer(request.base_url, request.api_key)
+            switcher = self._switchers[name] = SlotSwitcher(server, index, name=name, lock_folder=locks)
+        if router is None and switcher is not None:
+            switcher.server.api_key = request.api_key
+            if switcher.role_known or switcher.actions.hung:
+                return switcher
+            try:
+                role = await switcher.server.role()
+            except LlamaServerError as error:
+                if error.fault == "timeout":
+                    switcher.actions.fault(error)
+                return switcher  # the slots will tell what is wrong, and the role is asked for again next time
+            switcher.role_known = True
+            if not role.router:
+                return switcher
+            router = self._routers.get(name)
+            if router is None:
+                limit = limit_of(role, settings.models_max)
+                router = self._routers[name] = RouterTracker(
+                    switcher.server, index, name=name, limit=limit, lock_folder=locks
+                )
+                self._switchers.pop(name, None)
+        assert router is not None
+        router.server.api_key = request.api_key
+        switcher = router.switcher(await router.canonical(request.model))
         switcher.server.api_key = request.api_key
         return switcher
 

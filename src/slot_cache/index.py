@@ -123,6 +123,10 @@ class Index(ABC):
         """What is in a slot, None if not known."""
 
     @abstractmethod
+    def slots(self, server: str) -> list[SlotRow]:
+        """What is in the slots of a server, as far as is known."""
+
+    @abstractmethod
     def put_slot(self, row: SlotRow) -> None:
         """Record what is in a slot."""
 
@@ -161,6 +165,9 @@ class MemoryIndex(Index):
 
     def slot(self, server: str, slot: int) -> SlotRow | None:
         return self._slots.get((server, slot))
+
+    def slots(self, server: str) -> list[SlotRow]:
+        return [row for row in self._slots.values() if row.server == server]
 
     def put_slot(self, row: SlotRow) -> None:
         self._slots[row.server, row.slot] = row
@@ -241,6 +248,9 @@ class SqliteIndex(Index):
     def slot(self, server: str, slot: int) -> SlotRow | None:
         rows = self._read("SELECT * FROM slots WHERE server = ? AND slot = ?", server, slot)
         return _slot_row(rows[0]) if rows else None
+
+    def slots(self, server: str) -> list[SlotRow]:
+        return [_slot_row(row) for row in self._read("SELECT * FROM slots WHERE server = ? ORDER BY slot", server)]
 
     def put_slot(self, row: SlotRow) -> None:
         with self._writing() as db:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from json import loads
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
@@ -21,6 +24,11 @@ SLOWEST_BYTES_PER_SECOND = 50e6
 
 UNKNOWN_BYTES_PER_TOKEN = 128 * 1024
 """A token's size in a file before one has been seen: that of an 8B model with f16 K/V and grouped-query attention."""
+
+MOST_BYTES = 16 * 2**20
+"""No answer of a llama-server that is asked here is as long."""
+
+_OF_THE_ROUTER = frozenset({"/health", "/models", "/v1/models", "/models/load", "/models/unload"})
 
 Fault = Literal["unreachable", "timeout", "refused", "nonsense"]
 
@@ -47,6 +55,24 @@ class SwitchAnswer:
     tokens: int
     size: int
     milliseconds: float
+
+
+@dataclass(frozen=True)
+class Role:
+    """Whether a server is a router, and the most models it has loaded at once (0: no limit, None: it does not tell)."""
+
+    router: bool
+    max_instances: int | None = None
+
+
+@dataclass(frozen=True)
+class RouterModel:
+    """A model of a router: its name, its status (unloaded, loading, loaded, sleeping ...), its other names."""
+
+    name: str
+    status: str
+    aliases: tuple[str, ...] = ()
+    failed: bool = False
 
 
 def base_url_of(api_base: str) -> str:
@@ -81,7 +107,9 @@ def same_server_key(base_url: str) -> str:
 
 
 class LlamaServer:
-    """One llama-server.
+    """One llama-server, or one model of a router (a llama-server without a model of its own, which starts others).
+
+    With a `model` every call names it, and none makes the router load it.
 
     Every method raises `LlamaServerError` and nothing else (but `CancelledError`), within its time. A call on a
     kept-alive connection that the server has closed meanwhile is made once more on a new one; all calls here may
@@ -89,11 +117,17 @@ class LlamaServer:
     """
 
     def __init__(
-        self, base_url: str, api_key: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        *,
+        model: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url
-        self.shown = shown_url(base_url)
+        self.shown = shown_url(base_url) if model is None else f"{shown_url(base_url)} {shown_model(model)}"
         self.api_key = api_key
+        self.model = model
         self._transport = transport
         # the server closes an idle connection after 5 s
         self._client = httpx.AsyncClient(
@@ -101,6 +135,10 @@ class LlamaServer:
             transport=transport,
             trust_env=False,
         )
+
+    def for_model(self, model: str) -> LlamaServer:
+        """The same server, for one model of it if it is a router."""
+        return LlamaServer(self.base_url, self.api_key, model=model, transport=self._transport)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -130,7 +168,37 @@ class LlamaServer:
         sleeping = props.get("is_sleeping") is True
         if sleeping or (known is not None and known.boot and known.boot == boot_of(props)):
             return replace(known or Identity("", ""), sleeping=sleeping)
-        return identity_of(props, await self._object("/v1/models"))
+        entries = _entries(await self._object("/v1/models"))
+        if self.model is not None:
+            entries = [entry for entry in entries if entry.get("id") == self.model]
+        return identity_of(props, entries[0] if entries else {})
+
+    async def role(self) -> Role:
+        """What the server is: a router, or a server with a model of its own. An older router does not tell its limit."""
+        props = await self._object("/props")
+        limit = props.get("max_instances")
+        router = props.get("role") == "router"
+        return Role(router, limit if router and isinstance(limit, int) and limit >= 0 else None)
+
+    async def models(self) -> list[RouterModel]:
+        """The models of a router, in its order. Asking loads none."""
+        found = []
+        for entry in _entries(await self._object("/models")):
+            name, status, aliases = entry.get("id"), entry.get("status"), entry.get("aliases")
+            value = status.get("value") if isinstance(status, dict) else None
+            if isinstance(name, str) and isinstance(value, str):
+                known = aliases if isinstance(aliases, list) else []
+                failed = isinstance(status, dict) and status.get("failed") is True
+                found.append(RouterModel(name, value, tuple(str(alias) for alias in known), failed))
+        return found
+
+    async def load(self, model: str) -> None:
+        """Have a router begin to load a model."""
+        await self._call("POST", "/models/load", SWITCH_SECONDS, json={"model": model})
+
+    async def unload(self, model: str) -> None:
+        """Have a router begin to unload a model."""
+        await self._call("POST", "/models/unload", SWITCH_SECONDS, json={"model": model})
 
     async def _object(self, path: str) -> dict[str, Any]:
         body = await self._call("GET", path, LOOK_SECONDS)
@@ -180,28 +248,58 @@ class LlamaServer:
         what = f"{method} {path}" + (f"?action={params['action']}" if params and "action" in params else "")
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         timeout = httpx.Timeout(seconds, connect=min(seconds, LOOK_SECONDS))
+        if self.model is not None and path not in _OF_THE_ROUTER:
+            params = {**(params or {}), "autoload": "false"}
+            if method == "GET":
+                params["model"] = self.model
+            else:
+                json = {**(json or {}), "model": self.model}
 
-        async def send(client: httpx.AsyncClient) -> httpx.Response:
-            return await client.request(
+        async def send(client: httpx.AsyncClient) -> tuple[int, bytes]:
+            request = client.build_request(
                 method, self.base_url + path, params=params, json=json, headers=headers, timeout=timeout
             )
+            response = await client.send(request, stream=True)
+            try:
+                body = bytearray()
+                async for chunk in response.aiter_bytes():
+                    body += chunk
+                    if len(body) > MOST_BYTES:
+                        raise LlamaServerError("nonsense", f"{what}: the answer is longer than {MOST_BYTES} bytes")
+                return response.status_code, bytes(body)
+            finally:
+                await response.aclose()
 
         try:
-            try:
-                response = await send(self._client)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                async with httpx.AsyncClient(transport=self._transport, trust_env=False) as fresh:
-                    response = await send(fresh)
-        except httpx.TimeoutException:
+            status, body = await asyncio.wait_for(self._twice(send), seconds)
+        except (asyncio.TimeoutError, httpx.TimeoutException):
             raise LlamaServerError("timeout", f"{what}: no answer within {seconds:.1f} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
             raise LlamaServerError("unreachable", f"{what}: {type(error).__name__}") from None
-        if response.status_code != 200:
-            raise LlamaServerError("refused", f"{what}: HTTP {response.status_code}", response.status_code)
+        if status != 200:
+            raise LlamaServerError("refused", f"{what}: HTTP {status}", status)
         try:
-            return response.json()
+            return loads(body)
         except ValueError:
             raise LlamaServerError("nonsense", f"{what}: the answer is no JSON") from None
+
+    async def _twice(self, send: Callable[[httpx.AsyncClient], Awaitable[tuple[int, bytes]]]) -> tuple[int, bytes]:
+        """Send; once more on a new connection if the one there was broke."""
+        try:
+            return await send(self._client)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            async with httpx.AsyncClient(transport=self._transport, trust_env=False) as fresh:
+                return await send(fresh)
+
+
+def shown_model(model: str) -> str:
+    """A model's name, which a client may have chosen, for one line of a log."""
+    return "".join(char if char.isprintable() else "?" for char in model[:60])
+
+
+def _entries(body: dict[str, Any]) -> list[dict[str, Any]]:
+    entries = body.get("data")
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def _slot_reading(entry: dict[str, Any]) -> SlotReading:

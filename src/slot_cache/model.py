@@ -35,15 +35,13 @@ def boot_of(props: Mapping[str, Any]) -> str:
     return marker if isinstance(marker, str) and marker not in ("", "<__media__>") else ""
 
 
-def identity_of(props: Mapping[str, Any], models: Mapping[str, Any]) -> Identity:
-    """The identity from the answers of `GET /props` and `GET /v1/models`.
+def identity_of(props: Mapping[str, Any], entry: Mapping[str, Any]) -> Identity:
+    """The identity from the answer of `GET /props` and the model's entry in that of `GET /v1/models`.
 
     The fingerprint covers the file's path, the model's sizes and types, the chat template, and, where the path can be
     seen from here, the file's size and time of change: a file of the same shape put in its place is another model.
     """
     path = str(props.get("model_path") or "")
-    entries = models.get("data")
-    entry = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], Mapping) else {}
     meta = entry.get("meta")
     told = {name: meta.get(name) for name in _META} if isinstance(meta, Mapping) else {}
     template = props.get("chat_template")

@@ -33,6 +33,7 @@ class CacheRequest:
         route: the model_name the client asked for.
         base_url: the server, without /v1.
         api_key: the server's key, None for none.
+        model: the name by which the server is asked for the model.
         session: 32 hex digits that stand for who is asking, None if nobody told.
         owner: the LiteLLM key's hash, "" where there is only one.
     """
@@ -40,6 +41,7 @@ class CacheRequest:
     route: str
     base_url: str
     api_key: str | None
+    model: str
     session: str | None
     owner: str
 
@@ -109,10 +111,30 @@ def read_request(kwargs: Mapping[str, Any], settings: Settings) -> CacheRequest:
     return CacheRequest(
         route=route,
         base_url=base_url,
+        model=settings.model or _upstream_model(kwargs),
         api_key=key if isinstance(key, str) and key.strip().lower() not in ("", "none") else None,
         session=None if session_id is None else session_digest(session_id, owner),
         owner=owner,
     )
+
+
+def _upstream_model(kwargs: Mapping[str, Any]) -> str:
+    """The model's name as LiteLLM sends it to the server: without the provider's prefix, by LiteLLM's own rules."""
+    from litellm import get_llm_provider
+
+    model, provider, api_base = (kwargs.get(name) for name in ("model", "custom_llm_provider", "api_base"))
+    if not isinstance(model, str):
+        return ""
+    try:
+        return str(
+            get_llm_provider(
+                model=model,
+                custom_llm_provider=provider if isinstance(provider, str) else None,
+                api_base=api_base if isinstance(api_base, str) else None,
+            )[0]
+        )
+    except Exception:  # a name that LiteLLM has no provider for: it will say so itself
+        return model
 
 
 def _owner(kwargs: Mapping[str, Any]) -> str:

@@ -45,7 +45,8 @@ class Settings(BaseModel):
         max_files: the most saved caches the route keeps, 0 for no limit.
         max_gib: the most room its saved caches take, in GiB (2**30 bytes), 0 for no limit.
         save_idle_seconds: a changed cache is saved when nobody has used it for so long; 0: only when its slot is needed.
-        models_max: the most models a router has loaded at once, 0 for no limit.
+        models_max: the most models a router has loaded at once, 0 for no limit; None: what the router says itself, or 4
+            for an older one that does not.
         queue_seconds: how long a request waits for the slot before it goes on without one.
         scope: `key` keeps the caches of different LiteLLM keys apart, `shared` does not.
         min_tokens: a cache with fewer tokens is not worth a file.
@@ -64,7 +65,7 @@ class Settings(BaseModel):
     max_files: _Count = Field(default=0, description="a whole number, 0 (no limit) or more")
     max_gib: _Number = Field(default=0.0, description="a number of GiB, 0 (no limit) or more")
     save_idle_seconds: _Number = Field(default=0.0, description="seconds, 0 (only when the slot is needed) or more")
-    models_max: _Count = Field(default=4, description="a whole number, 0 (no limit) or more")
+    models_max: _Count | None = Field(default=None, description="a whole number, 0 (no limit) or more")
     queue_seconds: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)] = Field(
         default=3600.0, description="seconds, more than 0"
     )

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slot_cache import report
 from slot_cache.folder import CacheFolder, tag_of
@@ -94,7 +94,7 @@ class Lease:
     """
 
     def __init__(
-        self, switcher: SlotSwitcher, slot: _Slot, want: Want, folder: CacheFolder, idle_seconds: float
+        self, switcher: SlotSwitcher, slot: _Slot, want: Want, folder: CacheFolder | None, idle_seconds: float
     ) -> None:
         self.want = want
         self.granted = Granted(Outcome.UNMANAGED)
@@ -131,8 +131,23 @@ class Lease:
             self._restored = 0
 
 
-class _NoTurn(Exception):
+class NoTurnError(Exception):
     """The slot did not become free in the time a request may wait for it, or its server is gone."""
+
+
+class Host(Protocol):
+    """What keeps a server's model loaded: a router. A server that runs a model of its own has none."""
+
+    async def ready(self, deadline: float, abandoned: Callable[[], bool]) -> None:
+        """Return when the model is loaded; or when `abandoned` says that nobody waits for it any more.
+
+        Raises:
+            LlamaServerError: it cannot be.
+            NoTurnError: it was not until `deadline`.
+        """
+
+    def lost(self) -> None:
+        """The model was found not loaded."""
 
 
 class SlotSwitcher:
@@ -148,6 +163,10 @@ class SlotSwitcher:
         name: the server's name in the index and for locks, the same for every process.
         lock_folder: the folder of the locks between processes; None: there is no other process.
         clock: seconds, for waits.
+        host: what loads the server's model, if it is one of a router.
+
+    Attributes:
+        role_known: the server has said that it is no router.
     """
 
     def __init__(
@@ -158,18 +177,28 @@ class SlotSwitcher:
         name: str,
         lock_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        host: Host | None = None,
     ) -> None:
         self.server = server
         self.name = name
+        self.role_known = False
         self._index = index
         self._lock_folder = lock_folder
         self._clock = clock
+        self._host = host
         self._once = report.Once()
         self.actions = SlotActions(server, self._once, clock)
         self._slots: dict[int, _Slot] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loose: dict[Lease, float] = {}
         self._identity: Identity | None = None
+
+    def _slot(self, number: int) -> _Slot:
+        slot = self._slots.get(number)
+        if slot is None:
+            lock = SlotLock(self._lock_folder, f"{hashlib.sha256(self.name.encode()).hexdigest()[:16]}-{number}")
+            slot = self._slots[number] = _Slot(number, lock)
+        return slot
 
     def resident(self, slot: int) -> Resident | None:
         """What the slot held when this process last had it, as far as is known."""
@@ -209,10 +238,7 @@ class SlotSwitcher:
         Raises:
             asyncio.CancelledError: the caller was cancelled; it holds nothing.
         """
-        slot = self._slots.get(number)
-        if slot is None:
-            lock = SlotLock(self._lock_folder, f"{hashlib.sha256(self.name.encode()).hexdigest()[:16]}-{number}")
-            slot = self._slots[number] = _Slot(number, lock)
+        slot = self._slot(number)
         if folder.needs_sweep:
             self._task(self._sweep(folder))
         lease = Lease(self, slot, want, folder, idle_seconds)
@@ -221,10 +247,10 @@ class SlotSwitcher:
             return self._loosen(lease, "the server did not answer a moment ago")
         try:
             await self._take(slot, lease, queue_seconds)
-        except _NoTurn as error:
+        except NoTurnError as error:
             lease.waited = self._clock() - asked
             return self._loosen(lease, str(error))
-        switch = self._task(self._switch(slot, lease, asked + queue_seconds))
+        switch = self._task(self._switch(slot, lease, folder, asked + queue_seconds))
         try:
             await asyncio.shield(switch)
         except asyncio.CancelledError:
@@ -353,27 +379,36 @@ class SlotSwitcher:
 
     # the switch
 
-    async def _switch(self, slot: _Slot, lease: Lease, deadline: float) -> None:
+    async def _switch(self, slot: _Slot, lease: Lease, folder: CacheFolder, deadline: float) -> None:
         """Carry out the plan for a lease that was just granted. Raises nothing; `lease.granted` tells the result."""
         try:
-            lease.granted = await self._switched(slot, lease, deadline)
+            lease.granted = await self._switched(slot, lease, folder, deadline)
         except LlamaServerError as error:
             self._server_fault(error)
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
             slot.resident = None
-        except _NoTurn as error:
+        except NoTurnError as error:
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
         except Exception as error:  # a fault of ours is never one of the request
             self._once.bug("switch", error)
             lease.granted = Granted(Outcome.UNMANAGED, f"internal fault {type(error).__name__}")
             slot.resident = None
 
-    async def _switched(self, slot: _Slot, lease: Lease, deadline: float) -> Granted:
-        want, folder = lease.want, lease._folder
+    async def _switched(self, slot: _Slot, lease: Lease, folder: CacheFolder, deadline: float) -> Granted:
+        want = lease.want
         await self._lock(slot, deadline)
+        if self._host is not None:
+            await self._host.ready(deadline, lambda: lease._abandoned)
         if lease._abandoned:
             return Granted(Outcome.UNMANAGED, "the client left")
-        reading = await self._look_until_idle(slot, deadline)
+        try:
+            reading = await self._look_until_idle(slot, deadline)
+        except LlamaServerError as error:
+            if self._host is None or error.status != 400:
+                raise
+            self._host.lost()  # unloaded behind our back
+            await self._host.ready(deadline, lambda: lease._abandoned)
+            reading = await self._look_until_idle(slot, deadline)
         self.actions.works_again()
         slot.perhaps_busy = False
         lease._reading = reading
@@ -396,7 +431,7 @@ class SlotSwitcher:
             await self._erase(slot)
         outcome = plan.outcome
         if plan.restore and saved is not None and not self.actions.hung:
-            outcome = await self._restore(slot, lease, saved, reading, identity)
+            outcome = await self._restore(slot, lease, folder, saved, reading, identity)
         if self.actions.hung:
             return Granted(Outcome.UNMANAGED, "the server did not answer")
         if outcome is Outcome.COLD and want.key is not None:
@@ -406,7 +441,11 @@ class SlotSwitcher:
     def _judge(self, slot: _Slot, reading: SlotReading) -> None:
         found, slot.resident = judge(slot.resident, reading)
         if found is Found.RESTARTED:
-            report.info("%s slot %d: the server was started again, or slept: its slots are empty", self.server.shown, slot.number)
+            report.info(
+                "%s slot %d: the server was started again, or slept: its slots are empty",
+                self.server.shown,
+                slot.number,
+            )
             self.actions.restarted()
             self._identity = None
 
@@ -429,7 +468,7 @@ class SlotSwitcher:
             if not reading.processing:
                 return reading
             if self._clock() > deadline:
-                raise _NoTurn("the slot did not become free")
+                raise NoTurnError("the slot did not become free")
             if not slot.perhaps_busy:
                 slot.resident = None  # somebody else is in there
             await asyncio.sleep(pause)
@@ -488,14 +527,20 @@ class SlotSwitcher:
         return True
 
     async def _restore(
-        self, slot: _Slot, lease: Lease, saved: Saved, reading: SlotReading, identity: Identity
+        self,
+        slot: _Slot,
+        lease: Lease,
+        folder: CacheFolder,
+        saved: Saved,
+        reading: SlotReading,
+        identity: Identity,
     ) -> Outcome:
         slot.resident = None
         await self._write_down(slot)  # should this process die now, nobody may think that it is what it was
-        slot.resident = await self.actions.restore(slot.number, lease.want, saved, lease._folder, reading, identity)
+        slot.resident = await self.actions.restore(slot.number, lease.want, saved, folder, reading, identity)
         if slot.resident is None:
             return Outcome.COLD
-        slot.home = lease._folder
+        slot.home = folder
         if shared_part(saved.chain, lease.want.chain) >= 0.5:
             lease._restored = saved.tokens
         return Outcome.RESTORED
@@ -534,7 +579,7 @@ class SlotSwitcher:
             return
         try:
             if not await slot.lock.acquire(max(deadline - self._clock(), 0.001)):
-                raise _NoTurn("another worker kept the slot")
+                raise NoTurnError("another worker kept the slot")
         except OSError as error:
             self._once.warn(("lock",), "no locks between workers: %s", error)
         slot.locked, slot.turns = True, 1
@@ -628,24 +673,104 @@ class SlotSwitcher:
         """Save what nobody has used for a while. Does not wake the server, and waits for nobody."""
         if slot.epoch != epoch or slot.lease is not None or slot.home is None:
             return
-        lease = Lease(self, slot, Want(None), slot.home, idle_seconds)
-        self._grant(slot, lease)
+        self._grant(slot, Lease(self, slot, Want(None), slot.home, idle_seconds))
         tries, saved = slot.idle_tries + 1, False
         try:
             saved = await self._saved_idle(slot)
         except LlamaServerError as error:
-            self._server_fault(error)
+            if self._host is None or error.status != 400:  # 400: a router has unloaded the model
+                self._server_fault(error)
         except Exception as error:
             self._once.bug("idle save", error)
         finally:
-            lease.active = False
-            slot.lease = None
-            slot.epoch += 1
-            if not self._hand_on(slot):
-                if not saved and tries < IDLE_TRIES:
-                    slot.idle_tries = tries
-                    self._plan_idle_save(slot, idle_seconds)
-                self._task(self._let_go(slot, slot.epoch))
+            self._end_hold(slot)
+            if slot.lease is None and not saved and tries < IDLE_TRIES:
+                slot.idle_tries = tries
+                self._plan_idle_save(slot, idle_seconds)
+
+    def _end_hold(self, slot: _Slot) -> None:
+        """Give back a slot that was held for work of our own; what is in it stays as `slot.resident` says."""
+        if slot.lease is not None:
+            slot.lease.active = False
+        slot.lease = None
+        slot.epoch += 1
+        if not self._hand_on(slot):
+            self._task(self._let_go(slot, slot.epoch))
+
+    async def vacate(self, wait: float) -> Vacated | None:
+        """Take every slot of the server at once and save what is dirty: its model is about to be unloaded.
+
+        Args:
+            wait: seconds to wait for requests of ours, in turn; 0: take what is free now.
+
+        Returns:
+            the slots; `end` must be called. None if one is in use, by us, by another worker or by somebody else.
+
+        Raises:
+            LlamaServerError: the server does not answer. Nothing is held then.
+        """
+        rows = await self._index.call(self._index.index.slots, self.name)
+        numbers = sorted({*self._slots, *(row.slot for row in rows)})
+        taken: list[_Slot] = []
+        done = False
+        try:
+            for number in numbers:
+                slot = self._slot(number)
+                if not await self._hold(slot, wait):
+                    return None
+                taken.append(slot)
+            try:
+                readings = {reading.id: reading for reading in await self.server.slots()}
+            except LlamaServerError as error:
+                if error.status != 400:
+                    raise
+                readings = {}  # it is unloaded already
+            if any(reading.processing for reading in readings.values()):
+                return None
+            for slot in taken:
+                await self._save_before_end(slot, readings.get(slot.number))
+            done = True
+            return Vacated(self, taken)
+        finally:
+            if not done:
+                for slot in taken:
+                    self._end_hold(slot)
+
+    async def _hold(self, slot: _Slot, wait: float) -> bool:
+        lease = Lease(self, slot, Want(None), slot.home, 0.0)
+        if slot.lease is None:
+            self._grant(slot, lease)
+        else:
+            if wait <= 0:
+                return False
+            try:
+                await self._take(slot, lease, wait)
+            except NoTurnError:
+                return False
+        if slot.locked:
+            return True
+        held = False
+        try:
+            held = await slot.lock.acquire(wait) if wait > 0 else slot.lock.try_acquire()
+            if held:
+                slot.locked, slot.turns = True, 1
+                await self._read_up(slot)
+        except OSError:  # no locks here
+            held = slot.locked = True
+        finally:
+            if not held:
+                self._end_hold(slot)
+        return held
+
+    async def _save_before_end(self, slot: _Slot, reading: SlotReading | None) -> None:
+        if reading is None:
+            slot.resident = None
+            return
+        self._judge(slot, reading)
+        if worth_saving(slot.resident, slot.min_tokens):
+            identity = await self._identify(slot)
+            if self.actions.works_for(identity) and worth_saving(slot.resident, slot.min_tokens):
+                await self._save(slot, set())
 
     async def _saved_idle(self, slot: _Slot) -> bool:
         if not slot.locked:
@@ -685,6 +810,22 @@ class SlotSwitcher:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+class Vacated:
+    """The slots of a server, taken and saved, because its model is about to go."""
+
+    def __init__(self, switcher: SlotSwitcher, slots: list[_Slot]) -> None:
+        self._switcher = switcher
+        self._slots = slots
+
+    def end(self, *, gone: bool) -> None:
+        """Give the slots back. With `gone` they are empty now. A plain call; a second one does nothing."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            if gone:
+                slot.resident = None
+            self._switcher._end_hold(slot)
 
 
 def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
@@ -743,4 +884,4 @@ def _resident_of(row: SlotRow) -> Resident:
 
 def _expire(turn: asyncio.Future[None], why: str) -> None:
     if not turn.done():
-        turn.set_exception(_NoTurn(why))
+        turn.set_exception(NoTurnError(why))

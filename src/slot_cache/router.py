@@ -1,0 +1,267 @@
+"""The models that a router has loaded, and who goes next.
+
+A router (llama-server without a model) unloads the model used longest ago when another one needs its place, and the
+caches in its slots with it. It counts every POST as a use, so saving the model that is about to go would make it the
+newest, and the router would unload another one, unsaved. So the tracker makes the room itself: it picks the model to go,
+takes its slots, saves them, has it unloaded, and has the wanted one loaded; only then the request goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from slot_cache import report
+from slot_cache.index import IndexThread
+from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, RouterModel
+from slot_cache.locks import SlotLock
+from slot_cache.switcher import NoTurnError, SlotSwitcher
+
+OLD_ROUTER_MAX = 4
+"""What an older router that does not tell its limit has by default."""
+
+POLL_FIRST_SECONDS = 0.05
+POLL_MOST_SECONDS = 1.0
+"""How often a router is asked whether a model is loaded or unloaded by now: at first, at most."""
+
+VICTIM_SECONDS = 5.0
+"""How long room is awaited from one model before the router is looked at again."""
+
+UNLOAD_SECONDS = 60.0
+LOAD_SECONDS = 600.0
+"""How long a model may take to go, and to come (from a slow disk)."""
+
+LOAD_GRACE_SECONDS = 3.0
+"""How long after being told to load a model the router may still call it unloaded."""
+
+
+def limit_of(role: Role, models_max: int | None) -> int:
+    """The most models loaded at once: the setting, else what the router says, else an older router's default."""
+    if models_max is not None:
+        return models_max
+    return OLD_ROUTER_MAX if role.max_instances is None else role.max_instances
+
+
+def next_to_go(running: Iterable[RouterModel], uses: dict[str, float], busy: Iterable[str] = ()) -> list[RouterModel]:
+    """Who goes first: the model used longest ago (never by us: before all others), those that are busy at the end.
+
+    A model that is being loaded or unloaded is not among them.
+    """
+    waited_for = set(busy)
+    settled = [model for model in running if _is_there(model.status)]
+    return sorted(settled, key=lambda model: (model.name in waited_for, uses.get(model.name, 0.0), model.name))
+
+
+def _is_there(status: str) -> bool:
+    return status in ("loaded", "sleeping")
+
+
+class RouterTracker:
+    """The models of one router.
+
+    Args:
+        server: the router itself.
+        index: passed on to the models' switchers.
+        name: the server's name in the index and for locks.
+        lock_folder: as for `SlotSwitcher`.
+        limit: the most models loaded at once, 0 for no limit.
+        clock: seconds, for waits.
+    """
+
+    def __init__(
+        self,
+        server: LlamaServer,
+        index: IndexThread,
+        *,
+        name: str,
+        limit: int,
+        lock_folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.server = server
+        self.limit = limit
+        self._index = index
+        self._name = name
+        self._lock_folder = lock_folder
+        self._clock = clock
+        self._switchers: dict[str, SlotSwitcher] = {}
+        self._names: dict[str, str] = {}
+        self._loaded: set[str] = set()
+        self._uses: dict[str, float] = {}
+        self._can_unload = True
+        self._making_room = asyncio.Lock()
+        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+        self._room_lock = SlotLock(lock_folder, f"{digest}-router")
+
+    @property
+    def switchers(self) -> dict[str, SlotSwitcher]:
+        """The models that were asked for, and their slots."""
+        return self._switchers
+
+    async def canonical(self, model: str) -> str:
+        """The router's own name for a model, which may have been asked for by another.
+
+        Raises:
+            LlamaServerError: the router does not answer or has no such model.
+        """
+        if model not in self._names:
+            models = await self.server.models()
+            self._names = {alias: known.name for known in models for alias in known.aliases}
+            self._names.update({known.name: known.name for known in models})
+        if model in self._names:
+            return self._names[model]
+        raise LlamaServerError("refused", "the router has no such model", 404)
+
+    def switcher(self, model: str) -> SlotSwitcher:
+        """The slots of a model, by the router's own name for it."""
+        found = self._switchers.get(model)
+        if found is None:
+            server = self.server.for_model(model)
+            found = self._switchers[model] = SlotSwitcher(
+                server,
+                self._index,
+                name=f"{self._name}#{model}",
+                lock_folder=self._lock_folder,
+                clock=self._clock,
+                host=_Host(self, model),
+            )
+        return found
+
+    async def aclose(self) -> None:
+        """End the background work and close the connections."""
+        for switcher in self._switchers.values():
+            await switcher.aclose()
+        await self.server.aclose()
+
+    async def ready(self, model: str, deadline: float, abandoned: Callable[[], bool]) -> None:
+        """Return when the model is loaded. The caller holds one of its slots, so that it does not go meanwhile.
+
+        Args:
+            model: the router's own name for it.
+            deadline: on the tracker's clock.
+            abandoned: whether nobody waits for it any more; then this returns early.
+
+        Raises:
+            LlamaServerError: the router does not answer, has no such model, or cannot load it.
+            NoTurnError: there was no room until the deadline.
+        """
+        self._uses[model] = self._clock()
+        if model in self._loaded:
+            return
+        async with self._making_room:
+            if not await self._room_lock.acquire(max(deadline - self._clock(), 0.001)):
+                raise NoTurnError("another worker makes room")
+            try:
+                while not await self._loaded_now(model, deadline):
+                    if abandoned():
+                        return
+            finally:
+                self._room_lock.release()
+        self._loaded.add(model)
+        self._uses[model] = self._clock()
+
+    def lost(self, model: str) -> None:
+        """The model was found unloaded: read the truth before the next request."""
+        self._loaded.discard(model)
+
+    async def _loaded_now(self, model: str, deadline: float) -> bool:
+        """One step on the way: whether the model is loaded now."""
+        models = {known.name: known for known in await self.server.models()}
+        self._loaded &= {name for name, known in models.items() if _is_there(known.status)}
+        wanted = models.get(model)
+        if wanted is None:
+            raise LlamaServerError("refused", "the router has no such model", 404)
+        if _is_there(wanted.status):
+            return True
+        if self._clock() > deadline:
+            raise NoTurnError("there was no room for the model")
+        if wanted.status != "unloaded":
+            await self._until(model, lambda status: status != wanted.status, LOAD_SECONDS)
+            return False
+        running = [known for known in models.values() if known.status != "unloaded"]
+        if self.limit and len(running) >= self.limit:
+            await self._make_room(running, deadline)
+            if self._can_unload:
+                return False
+        report.info("%s load %s", self.server.shown, report.shown(model))
+        await self.server.load(model)
+        status = await self._until(model, _is_there, LOAD_SECONDS, grace=LOAD_GRACE_SECONDS)
+        if not _is_there(status):
+            raise LlamaServerError("refused", "the router could not load the model")
+        return True
+
+    async def _make_room(self, running: list[RouterModel], deadline: float) -> None:
+        """Save and unload one model; or return for another look after a while."""
+        busy = [name for name, switcher in self._switchers.items() if switcher.leased()]
+        candidates = next_to_go(running, self._uses, busy)
+        if not self._can_unload:
+            for candidate in candidates:  # in the order of use, so that it stays the same: each save is a use
+                if candidate.name not in busy:
+                    await self.switcher(candidate.name).vacate(0.0)
+            return
+        for candidate in candidates:
+            if candidate.name not in busy and await self._unloaded(candidate.name, 0.0):
+                return
+        ours = [candidate for candidate in candidates if candidate.name in busy]
+        wait = max(min(VICTIM_SECONDS, deadline - self._clock()), 0.0)
+        if not (ours and await self._unloaded(ours[0].name, wait)):
+            await asyncio.sleep(min(POLL_MOST_SECONDS / 2, max(deadline - self._clock(), 0.0)))
+
+    async def _unloaded(self, model: str, wait: float) -> bool:
+        """Take the slots of a model (within `wait` seconds), save them, unload it. Returns whether it is gone."""
+        switcher = self.switcher(model)
+        vacated = await switcher.vacate(wait)
+        if vacated is None:
+            return False
+        gone = False
+        try:
+            try:
+                await self.server.unload(model)
+            except LlamaServerError as error:
+                if error.status == 404:
+                    self._can_unload = False
+                    return False
+                if error.status != 400:  # 400: it is not running (any more)
+                    raise
+            status = await self._until(model, lambda status: status == "unloaded", UNLOAD_SECONDS)
+            gone = status == "unloaded"
+            if gone:
+                self._loaded.discard(model)
+                report.info("%s unloaded %s", self.server.shown, report.shown(model))
+            return gone
+        finally:
+            vacated.end(gone=gone)
+
+    async def _until(self, model: str, done: Callable[[str], bool], seconds: float, grace: float = 0.0) -> str:
+        """Ask the router until a model's status will do, for so long at most. Returns the last status.
+
+        With `grace` a status counts only when that has passed or it says that the model is there.
+        """
+        started, pause = self._clock(), POLL_FIRST_SECONDS
+        while True:
+            status, failed = "unloaded", False
+            for known in await self.server.models():
+                if known.name == model:
+                    status, failed = known.status, known.failed
+            spent = self._clock() - started
+            if done(status) or spent > seconds or (grace and status == "unloaded" and (failed or spent > grace)):
+                return status
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, POLL_MOST_SECONDS)
+
+
+class _Host:
+    """The router, as one of its models' switcher sees it."""
+
+    def __init__(self, tracker: RouterTracker, model: str) -> None:
+        self._tracker = tracker
+        self._model = model
+
+    async def ready(self, deadline: float, abandoned: Callable[[], bool]) -> None:
+        await self._tracker.ready(self._model, deadline, abandoned)
+
+    def lost(self) -> None:
+        self._tracker.lost(self._model)
