@@ -35,10 +35,16 @@ def judge(resident: Resident | None, reading: SlotReading) -> tuple[Found, Resid
     if resident.mark is None:
         if reading.task == resident.task_before:  # the request never reached the slot
             return judge(resident.before, reading)
+        if not resident.whole and reading.tokens == resident.tokens_before and not _same_cache(resident):
+            return Found.FOREIGN, None  # refused by the server: what was there before may be there still
         return Found.AS_LEFT, replace(resident, mark=mark)
     if resident.mark == mark:
         return Found.AS_LEFT, resident
     return Found.FOREIGN, None
+
+
+def _same_cache(resident: Resident) -> bool:
+    return resident.before is not None and resident.before.key == resident.key
 
 
 def worth_saving(resident: Resident | None, min_tokens: int = 0) -> bool:

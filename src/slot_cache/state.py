@@ -61,6 +61,7 @@ class Resident:
         dirty: changed since its last save.
         mark: what the server said of it; None: not looked at since a request was sent there.
         task_before: the slot's task before that request, None if it had none.
+        tokens_before: how many tokens it held before that request.
         before: what was there before that request.
         whole: the last request ended normally, so what is there is all of the conversation so far.
         saved_tokens: how many tokens the last good save holds, 0 for none.
@@ -74,6 +75,7 @@ class Resident:
     dirty: bool = False
     mark: Mark | None = None
     task_before: int | None = None
+    tokens_before: int = 0
     before: Resident | None = None
     whole: bool = True
     saved_tokens: int = 0

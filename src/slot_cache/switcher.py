@@ -32,12 +32,14 @@ all, it may still be on its way: `UNSEEN_AFTER_SECONDS`."""
 LOOSE_SECONDS = 600.0
 """A request that went on without a slot is taken to be at the server for so long at most, if its end is not told."""
 
-BUSY_FIRST_SECONDS = 0.01
-BUSY_MOST_SECONDS = 0.5
-"""How often a slot that somebody else's request keeps busy is looked at while one of ours waits: at first, at most."""
+BUSY_PAUSES = (0.01, 0.03, 0.1, 0.3)
+BUSY_SECONDS = 1.3
+"""When a slot is looked at again that a request without our lease keeps busy: a few times soon, for a stream that was
+broken off is noticed at its next token, then seldom. The server notices that a client which awaits a whole answer has
+left only when it has had no other call for a second; looking more often would keep such a request alive."""
 
-SETTLE_LOOKS = 12
-"""How often, with those pauses, a slot is looked at after its request was broken off: about two seconds."""
+SETTLE_LOOKS = 6
+"""How often, with those pauses, a slot is looked at after its request was broken off, while nobody waits for it."""
 
 TURNS_IN_A_ROW = 8
 """So many requests of one process use a slot in a row before another process that waits for it gets it."""
@@ -457,7 +459,7 @@ class SlotSwitcher:
         raise LlamaServerError("refused", f"the server has no slot {number}, it has {len(readings)}")
 
     async def _look_until_idle(self, slot: _Slot, deadline: float) -> SlotReading:
-        pause = BUSY_FIRST_SECONDS
+        pauses = iter(BUSY_PAUSES)
         while True:
             try:
                 reading = await self._look(slot.number)
@@ -471,8 +473,7 @@ class SlotSwitcher:
                 raise NoTurnError("the slot did not become free")
             if not slot.perhaps_busy:
                 slot.resident = None  # somebody else is in there
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, BUSY_MOST_SECONDS)
+            await asyncio.sleep(next(pauses, BUSY_SECONDS))
 
     async def _has_a_reason(self, slot: _Slot) -> bool:
         """Whether a server that does not answer in time is busy with what we know of: a batch of a prompt, or waking up."""
@@ -632,7 +633,7 @@ class SlotSwitcher:
 
     async def _settle(self, slot: _Slot, epoch: int, idle_seconds: float) -> None:
         """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
-        pause = BUSY_FIRST_SECONDS
+        pauses = iter(BUSY_PAUSES)
         looks = SETTLE_LOOKS if slot.perhaps_busy else 1
         for number in range(looks):
             try:
@@ -646,8 +647,7 @@ class SlotSwitcher:
                 slot.perhaps_busy = False
                 break
             if number + 1 < looks:
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.5, BUSY_MOST_SECONDS)
+                await asyncio.sleep(next(pauses, BUSY_SECONDS))
                 if slot.epoch != epoch:
                     return
             elif not slot.perhaps_busy:
@@ -837,6 +837,7 @@ def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
         owner=want.owner,
         dirty=True,
         task_before=reading.task if reading else None,
+        tokens_before=before.mark.tokens if before and before.mark else reading.tokens if reading else 0,
         before=replace(before, before=None) if before else None,
         whole=ending is Ending.ANSWERED,
         saved_tokens=same.saved_tokens if same else 0,
