@@ -187,7 +187,11 @@ class RouterTracker:
             if self._can_unload:
                 return False
         report.info("%s load %s", self.server.shown, report.shown(model))
-        await self.server.load(model)
+        try:
+            await self.server.load(model)
+        except LlamaServerError as error:
+            if error.status != 400:  # 400: it is running already
+                raise
         status = await self._until(model, _is_there, LOAD_SECONDS, grace=LOAD_GRACE_SECONDS)
         if not _is_there(status):
             raise LlamaServerError("refused", "the router could not load the model")
