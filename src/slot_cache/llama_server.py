@@ -14,7 +14,7 @@ import httpx
 from slot_cache.model import Identity, boot_of, identity_of
 from slot_cache.state import SlotReading
 
-LOOK_SECONDS = 2.5
+LOOK_SECONDS = 2.0
 """How long `GET /slots`, /props and /health may take. A healthy server answers in milliseconds, or, between two batches
 of a long prompt, in a few seconds; a request must not wait longer than 5 s for a server that hangs."""
 
@@ -82,7 +82,7 @@ def base_url_of(api_base: str) -> str:
         ValueError: it is no http or https URL with a host.
     """
     parts = urlsplit(api_base.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # .port raises on a bad one
         raise ValueError("api_base is no http or https URL")
     path = parts.path.rstrip("/")
     if path.endswith("/v1"):
@@ -156,7 +156,7 @@ class LlamaServer:
 
     async def sleeping(self) -> bool:
         """Whether the server has unloaded its model until the next request. Asking does not wake it."""
-        return (await self._object("/props")).get("is_sleeping") is True
+        return (await self._object("/props", 1.0)).get("is_sleeping") is True
 
     async def identity(self, known: Identity | None = None) -> Identity:
         """Which model the server runs. Asking does not wake it: of one that sleeps no more is told than what is known.
@@ -200,8 +200,8 @@ class LlamaServer:
         """Have a router begin to unload a model."""
         await self._call("POST", "/models/unload", SWITCH_SECONDS, json={"model": model})
 
-    async def _object(self, path: str) -> dict[str, Any]:
-        body = await self._call("GET", path, LOOK_SECONDS)
+    async def _object(self, path: str, seconds: float = LOOK_SECONDS) -> dict[str, Any]:
+        body = await self._call("GET", path, seconds)
         if not isinstance(body, dict):
             raise LlamaServerError("nonsense", f"GET {path} answered no object")
         return body

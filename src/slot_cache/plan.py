@@ -61,7 +61,7 @@ def worth_saving(resident: Resident | None, min_tokens: int = 0) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do, in this order: save the resident, restore the wanted cache, or erase the slot."""
+    """What to do, in this order: save the resident, restore the wanted cache; erase the slot where nothing is restored."""
 
     outcome: Outcome
     save: bool = False
@@ -88,10 +88,12 @@ def make_plan(
         better_on_disk = not resident.whole and saved is not None and saved.tokens > reading.tokens
         if not better_on_disk:
             return Plan(Outcome.RESIDENT)
+        return Plan(Outcome.RESTORED, restore=True)  # and what is there is not put in its place
     save = worth_saving(resident, min_tokens)
-    if want.key is not None and saved is not None:
-        return Plan(Outcome.RESTORED, save=save, restore=True)
     owner = None if resident is None else resident.owner
     perhaps_tokens = reading.task is None or reading.tokens > 0  # a restore is not told of before the first task
     strangers = owner != want.owner if owner is not None else want.owner != ""
-    return Plan(Outcome.COLD, save=save, erase=want.apart and perhaps_tokens and strangers)
+    erase = want.apart and perhaps_tokens and strangers
+    if want.key is not None and saved is not None:
+        return Plan(Outcome.RESTORED, save=save, restore=True, erase=erase)
+    return Plan(Outcome.COLD, save=save, erase=erase)

@@ -19,14 +19,39 @@ BLOCK_CHARS = 256
 
 _LINK_BYTES = 8
 
+_ROLES = frozenset({"tools", "system", "user", "assistant", "tool", "prompt"})
+"""Roles that are told; one that a client made up is text of the client."""
+
+
+def _blocks_of(chars: int) -> int:
+    return max(1, -(-chars // BLOCK_CHARS))
+
 
 @dataclass(frozen=True)
 class Span:
-    """One message of a prompt: who speaks, its length in characters, and how many blocks of the chain it takes."""
+    """One message of a prompt: who speaks, and the lengths of its pieces in characters."""
 
     role: str
-    chars: int
-    blocks: int
+    pieces: tuple[int, ...]
+
+    @property
+    def chars(self) -> int:
+        """The message's length in characters."""
+        return sum(self.pieces)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of the chain it takes."""
+        return sum(_blocks_of(chars) for chars in self.pieces)
+
+    def chars_of(self, blocks: int) -> int:
+        """How many characters its first blocks hold."""
+        total = 0
+        for chars in self.pieces:
+            taken = min(blocks, _blocks_of(chars))
+            total += min(taken * BLOCK_CHARS, chars)
+            blocks -= taken
+        return total
 
 
 @dataclass(frozen=True)
@@ -59,15 +84,13 @@ def fingerprint(request: Mapping[str, Any]) -> Prompt:
     spans: list[Span] = []
     link = b""
     for role, pieces in _messages(request):
-        first, chars = len(chain), 0
         for piece in pieces:
-            link = _digest(link, f"{role}\0{piece.kind}".encode())
-            data = piece.text
-            chars += len(data)
-            for start in range(0, max(len(data), 1), BLOCK_CHARS):
-                link = _digest(link, data[start : start + BLOCK_CHARS].encode("utf-8", "surrogatepass"))
+            link = _digest(link, f"{role}\0{piece.kind}".encode("utf-8", "surrogatepass"))
+            for start in range(0, max(len(piece.text), 1), BLOCK_CHARS):
+                block = piece.text[start : start + BLOCK_CHARS]
+                link = _digest(link, block.encode("utf-8", "surrogatepass"))
                 chain.append(link)
-        spans.append(Span(role, chars, len(chain) - first))
+        spans.append(Span(role if role in _ROLES else "unknown", tuple(len(piece.text) for piece in pieces)))
     return Prompt(tuple(chain), tuple(spans))
 
 
@@ -98,18 +121,17 @@ def tell_difference(last: Prompt, now: Prompt) -> str:
     """In words, where a prompt first differs from the last one of its session."""
     shared = shared_blocks(last, now)
     same, rest = _whole_messages(now, shared)
-    same_before, _ = _whole_messages(last, shared)
     if same == len(now.spans):
         if len(last.chain) == len(now.chain):
             return "the prompt is the same"
         return f"the first {_count(same, 'message')} are the same, the end was cut"
-    if same_before == len(last.spans):
+    if same == len(last.spans):
         new = len(now.spans) - same
         return f"the first {_count(same, 'message')} are the same, {_count(new, 'new message')} follow{'s' if new == 1 else ''}"
     span = now.spans[same]
     return (
         f"the first {_count(same, 'message')} are the same, message {same + 1} ({span.role}) is the same for its first "
-        f"{min(rest * BLOCK_CHARS, span.chars)} of {span.chars} characters"
+        f"{span.chars_of(rest)} of {span.chars} characters"
     )
 
 
@@ -192,6 +214,9 @@ def _row(row: object) -> Iterator[_Piece]:
     if kind == "reasoning":
         yield _Piece("assistant", "reasoning", _plain(row.get("summary") or row.get("content")))
         return
+    if kind not in (None, "message") and "content" not in row:
+        yield _Piece("assistant" if str(kind).endswith("_call") else "unknown", "json", _json(row))
+        return
     role = row.get("role")
     role = "system" if role == "developer" else role if isinstance(role, str) else "unknown"
     if role in ("tool", "function"):
@@ -201,6 +226,8 @@ def _row(row: object) -> Iterator[_Piece]:
     if isinstance(reasoning, str) and reasoning:
         yield _Piece(role, "reasoning", reasoning)
     yield from _content(role, row.get("content"))
+    if isinstance(row.get("function_call"), Mapping):  # the form before tool_calls
+        yield _call(row["function_call"].get("name"), row["function_call"].get("arguments"))
     calls = row.get("tool_calls")
     if isinstance(calls, Sequence) and not isinstance(calls, str):
         for call in calls:
@@ -243,7 +270,7 @@ def _content(role: str, content: object) -> Iterator[_Piece]:
 
 def _call(name: object, arguments: object) -> _Piece:
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # not JSON (yet): as it is
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON (yet), or too deep: as it is
             arguments = json.loads(arguments)
     return _Piece("assistant", "call", f"{name}\0{_json(arguments)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,8 +67,10 @@ def session_digest(session_id: str, owner: str) -> str:
     """32 hex digits for a session id: itself if it is such already and there is only one LiteLLM key, else a hash."""
     if not owner and _HEX.fullmatch(session_id):
         return session_id
-    text = f"{owner}\0{session_id}" if owner else session_id
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    text = session_id.encode("utf-8", "surrogatepass")
+    if owner:  # a keyed hash: no session id of another owner, however it is made up, comes to the same
+        return hmac.new(owner.encode("utf-8", "surrogatepass"), text, hashlib.sha256).hexdigest()[:32]
+    return hashlib.sha256(text).hexdigest()[:32]
 
 
 def request_metadata(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -22,6 +22,15 @@ def _no_bool(value: object) -> object:
     return value
 
 
+def _folder(value: object) -> object:
+    if isinstance(value, (str, Path)) and str(value).strip():
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:
+            raise ValueError("no such home") from None
+    raise ValueError("no path")
+
+
 def _header_names(value: object) -> object:
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",")]
@@ -31,6 +40,7 @@ def _header_names(value: object) -> object:
 
 
 _Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+_Folder = Annotated[Path, BeforeValidator(_folder)]
 _Number = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
 
 
@@ -61,9 +71,9 @@ class Settings(BaseModel):
 
     slot: _Count = Field(default=0, description="a whole number, 0 or more")
     model: str | None = Field(default=None, min_length=1, description="a model name")
-    save_path: Path | None = Field(default=None, description="a folder, as a path")
+    save_path: _Folder | None = Field(default=None, description="a folder, as a path")
     max_files: _Count = Field(default=0, description="a whole number, 0 (no limit) or more")
-    max_gib: _Number = Field(default=0.0, description="a number of GiB, 0 (no limit) or more")
+    max_gib: _Number = Field(default=0.0, le=1e9, description="a number of GiB, 0 (no limit) or more")
     save_idle_seconds: _Number = Field(default=0.0, description="seconds, 0 (only when the slot is needed) or more")
     models_max: _Count | None = Field(default=None, description="a whole number, 0 (no limit) or more")
     queue_seconds: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)] = Field(
@@ -72,7 +82,7 @@ class Settings(BaseModel):
     scope: Literal["key", "shared"] = Field(default="key", description="key or shared")
     min_tokens: _Count = Field(default=64, description="a whole number of tokens, 0 or more")
     verify: Literal["full", "fast"] = Field(default="fast", description="full or fast")
-    state_dir: Path | None = Field(default=None, description="a folder, as a path")
+    state_dir: _Folder | None = Field(default=None, description="a folder, as a path")
     session_headers: Annotated[tuple[str, ...], BeforeValidator(_header_names)] = Field(
         default=SESSION_HEADERS, description="a list of header names"
     )
@@ -110,7 +120,9 @@ def read_settings(route: str, raw: object, environ: Mapping[str, str] | None = N
     if raw is True:
         raw = {}
     if not isinstance(raw, Mapping):
-        raise SettingsError(f"route {route!r}: slot_cache is {_shown(raw)}; allowed: true, or a mapping of options")
+        raise SettingsError(
+            f"route {_shown(route)}: slot_cache is {_shown(raw)}; allowed: true, or a mapping of options"
+        )
     given: dict[str, Any] = {str(name): value for name, value in raw.items()}
     variables = os.environ if environ is None else environ
     defaults = {
@@ -119,11 +131,9 @@ def read_settings(route: str, raw: object, environ: Mapping[str, str] | None = N
         if name not in given and variables.get(variable, "") != ""
     }
     try:
-        settings = Settings.model_validate({**defaults, **given})
+        return Settings.model_validate({**defaults, **given})
     except ValidationError as error:
         raise SettingsError(_explain(route, error, given)) from None
-    folders = {"save_path": settings.save_path, "state_dir": settings.state_dir}
-    return settings.model_copy(update={name: path.expanduser() for name, path in folders.items() if path is not None})
 
 
 def _explain(route: str, error: ValidationError, given: Mapping[str, object]) -> str:
@@ -137,7 +147,7 @@ def _explain(route: str, error: ValidationError, given: Mapping[str, object]) ->
         where = f"option {option}" if option in given else f"environment variable {ENVIRONMENT[option]}"
         value = given[option] if option in given else problem["input"]
         parts.append(f"{where} is {_shown(value)}; allowed: {field.description}")
-    return f"route {route!r}: " + "; ".join(dict.fromkeys(parts))
+    return f"route {_shown(route)}: " + "; ".join(dict.fromkeys(parts))
 
 
 def _shown(value: object) -> str:

@@ -113,7 +113,7 @@ class SlotActions:
             answer = await self.server.save(slot, folder.name_to_save(key), expected)
         except LlamaServerError as error:
             self._action_fault("save", kind, key, error)
-            await folder.discard_part(key)
+            await self._failed_save(key, folder, written=error.status not in (401, 501))
             return None
         try:
             if answer.tokens < mark.tokens:
@@ -126,7 +126,7 @@ class SlotActions:
             return await self.save(slot, resident, folder)
         except FolderError as error:
             self._failed("save", kind, key, str(error))
-            await folder.discard_part(key)
+            await self._failed_save(key, folder, written=True)
             return None
         self._once.over(kind)
         self.counts["saves"] += 1
@@ -173,6 +173,13 @@ class SlotActions:
             boot=identity.boot,
             chain=saved.chain,
         )
+
+    async def _failed_save(self, key: str, folder: CacheFolder, written: bool) -> None:
+        """Clear up after a save that was not good: where the file cannot be seen it may have overwritten the last good one."""
+        if folder.path is not None:
+            await folder.discard_part(key)
+        elif written:
+            await folder.forget(key)
 
     async def _refused_restore(self, key: str, folder: CacheFolder) -> None:
         """The server could not restore a file. One that was checked may do another time, when there is more room."""

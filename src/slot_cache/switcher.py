@@ -111,6 +111,7 @@ class Lease:
         self._reading: SlotReading | None = None
         self._identity: Identity | None = None
         self._restored = 0
+        self._saved_tokens = 0
 
     @property
     def slot(self) -> int:
@@ -274,6 +275,8 @@ class SlotSwitcher:
         self._loose[lease] = self._clock()
         for slot in self._slots.values():
             slot.disturbed = True
+            if slot.resident is not None and slot.resident.mark is None:
+                slot.resident = None  # what that request leaves could not be told from it
         return lease
 
     def _ended(self, lease: Lease, ending: Ending) -> None:
@@ -386,15 +389,16 @@ class SlotSwitcher:
         try:
             lease.granted = await self._switched(slot, lease, folder, deadline)
         except LlamaServerError as error:
-            self._server_fault(error)
+            self.actions.fault(error)
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
-            slot.resident = None
         except NoTurnError as error:
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
         except Exception as error:  # a fault of ours is never one of the request
             self._once.bug("switch", error)
             lease.granted = Granted(Outcome.UNMANAGED, f"internal fault {type(error).__name__}")
             slot.resident = None
+        if self.actions.hung:
+            self._dismiss()
 
     async def _switched(self, slot: _Slot, lease: Lease, folder: CacheFolder, deadline: float) -> Granted:
         want = lease.want
@@ -429,11 +433,12 @@ class SlotSwitcher:
         plan = make_plan(want, slot.resident, saved, reading, slot.min_tokens)
         if plan.save and works:
             await self._save(slot, {want.key} if want.key else set())
-        if plan.erase:
-            await self._erase(slot)
         outcome = plan.outcome
         if plan.restore and saved is not None and not self.actions.hung:
+            lease._saved_tokens = saved.tokens
             outcome = await self._restore(slot, lease, folder, saved, reading, identity)
+        if plan.erase and outcome is Outcome.COLD and not self.actions.hung:
+            await self._erase(slot)
         if self.actions.hung:
             return Granted(Outcome.UNMANAGED, "the server did not answer")
         if outcome is Outcome.COLD and want.key is not None:
@@ -679,10 +684,12 @@ class SlotSwitcher:
             saved = await self._saved_idle(slot)
         except LlamaServerError as error:
             if self._host is None or error.status != 400:  # 400: a router has unloaded the model
-                self._server_fault(error)
+                self.actions.fault(error)
         except Exception as error:
             self._once.bug("idle save", error)
         finally:
+            if self.actions.hung:
+                self._dismiss()
             self._end_hold(slot)
             if slot.lease is None and not saved and tries < IDLE_TRIES:
                 slot.idle_tries = tries
@@ -798,12 +805,11 @@ class SlotSwitcher:
                 slot.locked = False
                 slot.lock.release()
 
-    def _server_fault(self, error: LlamaServerError) -> None:
-        self.actions.fault(error)
-        if self.actions.hung:
-            for slot in self._slots.values():
-                for turn, _ in slot.waiters:
-                    _expire(turn, "the server did not answer")
+    def _dismiss(self) -> None:
+        """The server does not answer: nobody waits for it any longer."""
+        for slot in self._slots.values():
+            for turn, _ in slot.waiters:
+                _expire(turn, "the server did not answer")
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -840,7 +846,7 @@ def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
         tokens_before=before.mark.tokens if before and before.mark else reading.tokens if reading else 0,
         before=replace(before, before=None) if before else None,
         whole=ending is Ending.ANSWERED,
-        saved_tokens=same.saved_tokens if same else 0,
+        saved_tokens=max(same.saved_tokens if same else 0, lease._saved_tokens),
         model=identity.model if identity else same.model if same else "",
         boot=identity.boot if identity else same.boot if same else "",
         chain=want.chain,
