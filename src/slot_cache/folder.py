@@ -226,11 +226,15 @@ class CacheFolder:
             self._restore_rate = _mean(self._restore_rate, size / seconds)
         await self.index.call(self.index.index.used_cache, self.id, key, time.time())
 
-    async def forget(self, key: str) -> None:
-        """Delete the cache of `key`: it is of no use. Where the file cannot be seen, it is not asked for again."""
-        if self.path is not None:
-            await asyncio.to_thread(_delete, self.path / self.saved_name(key))
+    async def forget(self, key: str) -> bool:
+        """Delete the cache of `key`: it is of no use. It is not asked for again, also where its file cannot be deleted.
+
+        Returns:
+            whether a file was deleted.
+        """
+        deleted = self.path is not None and await asyncio.to_thread(_delete, self.path / self.saved_name(key))
         await self.index.call(self.index.index.drop_cache, self.id, key)
+        return deleted
 
     async def files(self) -> list[CacheFile]:
         """The saved caches of the route as they are on disk, in no order; empty where they cannot be seen."""
@@ -245,9 +249,8 @@ class CacheFolder:
         if self.path is None or not (self.max_files or self.max_bytes):
             return Enforced()
         files = await self.files()
-        dropped = files_to_drop(files, self.max_files, self.max_bytes, protected)
-        for file in dropped:
-            await self.forget(file.key)
+        drop = files_to_drop(files, self.max_files, self.max_bytes, protected)
+        dropped = [file for file in drop if await self.forget(file.key)]
         return Enforced(tuple(dropped), over_alone(files, self.max_bytes))
 
     @property
@@ -261,15 +264,11 @@ class CacheFolder:
             return 0
         self._swept = time.monotonic()
         swept = await asyncio.to_thread(_sweep_parts, self.path, self.tag)
-        there = {file.key for file in await asyncio.to_thread(list_files, self.path, self.tag)}
-        for row in await self.index.call(self.index.index.caches):
-            if (
-                row.folder == self.id
-                and row.key.startswith(f"{self.tag}_")
-                and row.key not in there
-                and not row.pending
-            ):
-                await self.index.call(self.index.index.drop_cache, row.folder, row.key)
+        rows = await self.index.call(self.index.index.caches)  # before the files: a save between them is in both
+        keys = {row.key for row in rows if row.folder == self.id and tag_of(row.key) == self.tag}
+        for key in keys - {row.key for row in rows if row.pending}:
+            if self.path is not None and not await asyncio.to_thread((self.path / self.saved_name(key)).exists):
+                await self.index.call(self.index.index.drop_cache, self.id, key)
                 swept += 1
         return swept
 
@@ -306,6 +305,8 @@ def list_files(folder: Path, tag: str | None) -> list[CacheFile]:
         for entry in entries:
             if name.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
                     info = entry.stat(follow_symlinks=False)
                     found.append(CacheFile(entry.name[: -len(".bin")], info.st_size, info.st_mtime))
     return found

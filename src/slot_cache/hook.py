@@ -19,7 +19,7 @@ from litellm.integrations.custom_logger import CustomLogger
 
 from slot_cache import report
 from slot_cache.folder import CacheFolder
-from slot_cache.index import IndexThread, SqliteIndex, default_state_dir, open_index
+from slot_cache.index import Index, IndexThread, MemoryIndex, SqliteIndex, open_index
 from slot_cache.llama_server import LlamaServer, LlamaServerError, same_server_key, shown_url
 from slot_cache.prompt import Prompt, fingerprint, tell_difference
 from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
@@ -63,12 +63,14 @@ class _Turn:
     prompt: str = ""
     usage: tuple[int, int] | None = None
     """tokens reused and computed"""
+    busy: bool = False
+    """an attempt waits for its slot"""
     reported: bool = False
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     @property
     def holds(self) -> bool:
-        return self.lease is not None and self.lease.active
+        return self.busy or (self.lease is not None and self.lease.active)
 
 
 class SlotCacheHook(CustomLogger):
@@ -82,6 +84,7 @@ class SlotCacheHook(CustomLogger):
         super().__init__()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._state_dir: Path | None = None
+        self._opening: asyncio.Future[Index] | None = None
         self._index: IndexThread | None = None
         self._once = report.Once()
         self._switchers: dict[str, SlotSwitcher] = {}
@@ -108,8 +111,9 @@ class SlotCacheHook(CustomLogger):
         raw = _slot_cache_option(kwargs)
         if name not in MANAGED_CALLS or not asks_for_it(raw):
             turn = self._turn_of(kwargs)  # a fallback to a route that is not ours
-            if turn is not None and turn.holds and not _is_nested(turn, name):
+            if turn is not None and not _is_nested(turn, name):
                 self._end(turn, Ending.BROKEN)
+                turn.outcome, turn.why = Outcome.UNMANAGED, "another route answered"
             return None
         try:
             turn = await self._begin(kwargs, name, raw)
@@ -130,7 +134,10 @@ class SlotCacheHook(CustomLogger):
         """The server's answer is complete."""
         turn = self._turn_of(request_data)
         if turn is not None:
-            self._note_usage(turn, response)
+            try:
+                self._note_usage(turn, response)
+            except Exception as error:
+                self._once.bug("usage", error)
             self._end(turn, Ending.ANSWERED)
 
     async def async_post_call_failure_deployment_hook(
@@ -192,10 +199,13 @@ class SlotCacheHook(CustomLogger):
         """LiteLLM knows the usage of a stream only here."""
         turn = self._turn_of(kwargs)
         if turn is not None:
-            if kwargs.get("cache_hit") is not True:
-                self._note_usage(turn, response_obj)
-            if not turn.holds:
-                self._report(turn)
+            try:
+                if kwargs.get("cache_hit") is not True:
+                    self._note_usage(turn, response_obj)
+                if not turn.holds:
+                    self._report(turn)
+            except Exception as error:
+                self._once.bug("usage", error)
 
     # a request's life
 
@@ -219,7 +229,10 @@ class SlotCacheHook(CustomLogger):
             request = read_request(kwargs, settings)
         except RequestError as error:
             self._once.warn(
-                ("request", str(error)), "route %s is not managed: %s", report.shown(route_of(kwargs) or "-"), error
+                ("request", _deployment_of(kwargs), str(error)),
+                "route %s is not managed: %s",
+                report.shown(route_of(kwargs) or "-"),
+                error,
             )
             return None
         metadata = request_metadata(kwargs)
@@ -230,6 +243,18 @@ class SlotCacheHook(CustomLogger):
             self._remember(turn)
             metadata[TOKEN] = turn.token
         turn.request, turn.call_type, turn.nested, turn.usage = request, call_type, False, None
+        turn.lease, turn.outcome, turn.why, turn.busy, turn.reported = None, Outcome.UNMANAGED, "", True, False
+        if turn.timer is not None:
+            turn.timer.cancel()
+            turn.timer = None
+        try:
+            await self._take_slot(turn, settings, kwargs)
+        finally:
+            turn.busy = False
+        return turn
+
+    async def _take_slot(self, turn: _Turn, settings: Settings, kwargs: Mapping[str, Any]) -> None:
+        request = turn.request
         if turn.key != request.key:  # not another attempt at the same
             turn.key = request.key
             turn.chain, turn.prompt = await self._compare(request.key, kwargs)
@@ -238,17 +263,16 @@ class SlotCacheHook(CustomLogger):
             switcher = await self._switcher_of(request, settings, index)
         except LlamaServerError as error:
             self._once.warn(("router", request.base_url, error.fault), "%s: %s", shown_url(request.base_url), error)
-            return None
-        lease = await switcher.acquire(
+            turn.why = str(error)
+            return
+        lease = turn.lease = await switcher.acquire(
             settings.slot,
             Want(request.key, request.owner, apart=settings.scope == "key", chain=turn.chain),
             self._folder_of(request, settings, index),
             queue_seconds=settings.queue_seconds,
             idle_seconds=settings.save_idle_seconds,
         )
-        turn.lease = lease
         turn.outcome, turn.why, turn.waited = lease.granted.outcome, lease.granted.why, lease.waited
-        return turn
 
     def _end(self, turn: _Turn, ending: Ending) -> None:
         """The attempt has ended: give the slot back. A plain call, safe in a `finally` that may not await."""
@@ -279,7 +303,11 @@ class SlotCacheHook(CustomLogger):
         )
         if self._loop is not None and not self._loop.is_closed():
             # later hooks of the same request still find it for a while
-            self._loop.call_later(USAGE_SECONDS, self._turns.pop, turn.token, None)
+            self._loop.call_later(USAGE_SECONDS, self._forget, turn)
+
+    def _forget(self, turn: _Turn) -> None:
+        if turn.reported and not turn.holds:
+            self._turns.pop(turn.token, None)
 
     def _note_usage(self, turn: _Turn, response: Any) -> None:
         usage = _usage(response)
@@ -315,9 +343,7 @@ class SlotCacheHook(CustomLogger):
 
     def _settings_of(self, kwargs: Mapping[str, Any], raw: object) -> Settings | None:
         route = route_of(kwargs) or "-"
-        info = kwargs.get("model_info")
-        deployment = str(info.get("id")) if isinstance(info, Mapping) else ""
-        where = (deployment, repr(raw))
+        where = (_deployment_of(kwargs), repr(raw))
         if where not in self._settings:
             if len(self._settings) > 10_000:
                 self._settings.clear()
@@ -330,14 +356,18 @@ class SlotCacheHook(CustomLogger):
 
     async def _open_index(self, settings: Settings) -> IndexThread:
         """The process's one index, opened in a thread by the first request that needs it."""
-        wanted = settings.state_dir or default_state_dir()
-        if self._state_dir is None:
+        wanted = settings.state_dir
+        if self._opening is None:
             self._state_dir = wanted
             self._opening = asyncio.ensure_future(asyncio.to_thread(open_index, wanted))
         elif wanted != self._state_dir:
             self._once.warn(("state_dir",), "state_dir differs between routes: the first one counts")
         if self._index is None:
-            index = await asyncio.shield(self._opening)
+            try:
+                index = await asyncio.shield(self._opening)
+            except Exception as error:
+                self._once.bug("index", error)
+                index = MemoryIndex()
             if self._index is None:
                 self._index = IndexThread(index)
         return self._index
@@ -345,7 +375,7 @@ class SlotCacheHook(CustomLogger):
     async def _switcher_of(self, request: CacheRequest, settings: Settings, index: IndexThread) -> SlotSwitcher:
         """The slots for a request: those of its server, or of its model where the server is a router."""
         name = same_server_key(request.base_url)
-        locks = self._state_dir if isinstance(index.index, SqliteIndex) else None
+        locks = index.index.path.parent if isinstance(index.index, SqliteIndex) else None
         router = self._routers.get(name)
         switcher = self._switchers.get(name)
         if router is None and switcher is None:
@@ -443,6 +473,13 @@ def _rough_size(asked: object, depth: int = 0) -> int:
 def _slot_cache_option(kwargs: Mapping[str, Any]) -> object:
     info = kwargs.get("model_info")
     return info.get("slot_cache") if isinstance(info, Mapping) else None
+
+
+def _deployment_of(kwargs: Mapping[str, Any]) -> str:
+    """What names the entry of model_list: its id, which a wildcard's many routes share, else the route."""
+    info = kwargs.get("model_info")
+    found = info.get("id") if isinstance(info, Mapping) else None
+    return str(found) if found else f"route {route_of(kwargs) or '-'}"
 
 
 def _is_nested(turn: _Turn, call_type: str) -> bool:

@@ -13,11 +13,13 @@ import os
 import sqlite3
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
+
+import portalocker
 
 from slot_cache import report
 
@@ -202,6 +204,12 @@ _MIGRATIONS = [
 ]
 
 
+_Step = tuple[str, Sequence[object]]
+
+_ERRORS = (sqlite3.Error, OverflowError, UnicodeError)
+"""What a call on a database raises; the last two for values that SQLite has no place for."""
+
+
 class SqliteIndex(Index):
     """An index in one SQLite database (WAL), shared by the processes of one machine.
 
@@ -215,14 +223,14 @@ class SqliteIndex(Index):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._once = report.Once()
+        self._file: tuple[int, int] | None = None
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             self._db: sqlite3.Connection | None = self._open()
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
+            if not (_is_damage(error) or path.is_dir()):
                 raise
-            self._put_aside(error)
-            self._db = self._open()
+            self._db = self._mend(error)
 
     def cache(self, folder: str, key: str) -> list[CacheRow]:
         rows = self._read("SELECT * FROM caches WHERE folder = ? AND key = ? ORDER BY pending", folder, key)
@@ -232,18 +240,17 @@ class SqliteIndex(Index):
         return [_cache_row(row) for row in self._read("SELECT * FROM caches ORDER BY folder, key, pending")]
 
     def put_cache(self, row: CacheRow) -> None:
-        with self._writing() as db:
-            if not row.pending:
-                db.execute("DELETE FROM caches WHERE folder = ? AND key = ?", (row.folder, row.key))
-            db.execute(_insert("caches", _CACHE_FIELDS), [getattr(row, name) for name in _CACHE_FIELDS])
+        values = [getattr(row, name) for name in _CACHE_FIELDS]
+        steps: list[_Step] = [(_insert("caches", _CACHE_FIELDS), values)]
+        if not row.pending:
+            steps.insert(0, ("DELETE FROM caches WHERE folder = ? AND key = ?", (row.folder, row.key)))
+        self._write(*steps)
 
     def used_cache(self, folder: str, key: str, when: float) -> None:
-        with self._writing() as db:
-            db.execute("UPDATE caches SET used = ?, uses = uses + 1 WHERE folder = ? AND key = ?", (when, folder, key))
+        self._write(("UPDATE caches SET used = ?, uses = uses + 1 WHERE folder = ? AND key = ?", (when, folder, key)))
 
     def drop_cache(self, folder: str, key: str) -> None:
-        with self._writing() as db:
-            db.execute("DELETE FROM caches WHERE folder = ? AND key = ?", (folder, key))
+        self._write(("DELETE FROM caches WHERE folder = ? AND key = ?", (folder, key)))
 
     def slot(self, server: str, slot: int) -> SlotRow | None:
         rows = self._read("SELECT * FROM slots WHERE server = ? AND slot = ?", server, slot)
@@ -253,12 +260,10 @@ class SqliteIndex(Index):
         return [_slot_row(row) for row in self._read("SELECT * FROM slots WHERE server = ? ORDER BY slot", server)]
 
     def put_slot(self, row: SlotRow) -> None:
-        with self._writing() as db:
-            db.execute(_insert("slots", _SLOT_FIELDS), [getattr(row, name) for name in _SLOT_FIELDS])
+        self._write((_insert("slots", _SLOT_FIELDS), [getattr(row, name) for name in _SLOT_FIELDS]))
 
     def drop_slot(self, server: str, slot: int) -> None:
-        with self._writing() as db:
-            db.execute("DELETE FROM slots WHERE server = ? AND slot = ?", (server, slot))
+        self._write(("DELETE FROM slots WHERE server = ? AND slot = ?", (server, slot)))
 
     def close(self) -> None:
         if self._db is not None:
@@ -269,9 +274,10 @@ class SqliteIndex(Index):
         db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             db.row_factory = sqlite3.Row
+            self._file = _file_identity(self.path)
             with contextlib.suppress(OSError):
                 self.path.chmod(0o600)
-            db.execute("PRAGMA journal_mode = WAL")
+            _use_wal(db)
             db.execute("PRAGMA synchronous = NORMAL")
             _migrate(db)
         except BaseException:
@@ -279,63 +285,66 @@ class SqliteIndex(Index):
             raise
         return db
 
-    def _put_aside(self, error: Exception) -> None:
-        aside = self.path.with_name(f"{self.path.name}.damaged-{int(time.time())}")
-        report.logger.warning("slot-cache: the index is damaged (%s) and made anew", type(error).__name__)
-        for ending in ("", "-wal", "-shm"):
-            with contextlib.suppress(OSError):
-                os.replace(f"{self.path}{ending}", f"{aside}{ending}")  # noqa: PTH105 - three files of one name
+    def _mend(self, error: Exception) -> sqlite3.Connection:
+        """Put a damaged database aside and make a new one; or take that which another process has made meanwhile."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError, portalocker.exceptions.LockException):
+                file = stack.enter_context(self.path.with_name(f"{self.path.name}.mend").open("ab"))
+                portalocker.lock(file, portalocker.LockFlags.EXCLUSIVE)
+            if self._file is None or self._file == _file_identity(self.path):
+                aside = self.path.with_name(f"{self.path.name}.damaged-{int(time.time())}")
+                report.logger.warning("slot-cache: the index is damaged (%s) and made anew", type(error).__name__)
+                for ending in ("", "-wal", "-shm"):
+                    with contextlib.suppress(OSError):
+                        os.replace(f"{self.path}{ending}", f"{aside}{ending}")  # noqa: PTH105 - three files of one name
+            return self._open()
 
     def _read(self, sql: str, *values: object) -> list[sqlite3.Row]:
         if self._db is None:
             return []
         try:
             rows: list[sqlite3.Row] = self._db.execute(sql, values).fetchall()
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             self._failed(error)
             return []
         self._once.over(("index",))
         return rows
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction; what fails in it is not written, said once, and otherwise ignored."""
+    def _write(self, *steps: _Step) -> None:
+        """A transaction; what fails is not written, said once, and otherwise ignored."""
         db = self._db
+        if db is None:
+            return
         try:
-            if db is None:
-                raise sqlite3.OperationalError("the index is closed")
             db.execute("BEGIN IMMEDIATE")
             try:
-                yield db
+                for sql, values in steps:
+                    db.execute(sql, values)
             except BaseException:
                 db.execute("ROLLBACK")
                 raise
             db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             self._failed(error)
         else:
             self._once.over(("index",))
 
-    def _failed(self, error: sqlite3.Error) -> None:
-        if self._db is None:
-            return
+    def _failed(self, error: Exception) -> None:
         if not _is_damage(error):
             self._once.warn(("index",), "the index cannot be used right now: %s", type(error).__name__)
             return
         self.close()
-        self._put_aside(error)
         try:
-            self._db = self._open()
+            self._db = self._mend(error)
         except (OSError, sqlite3.Error) as again:
             report.logger.warning("slot-cache: the index cannot be made anew: %s", type(again).__name__)
 
 
 def open_index(state_dir: Path | None) -> Index:
     """The index in `state_dir` (None: the default folder), or one in memory, said once, where there can be none."""
-    folder = state_dir if state_dir is not None else default_state_dir()
     try:
-        return SqliteIndex(folder / "index.sqlite3")
-    except (OSError, sqlite3.Error) as error:
+        return SqliteIndex((state_dir or default_state_dir()) / "index.sqlite3")
+    except (OSError, sqlite3.Error, RuntimeError) as error:
         report.logger.warning(
             "slot-cache: no index in the state folder (%s): what is saved is known until the proxy ends",
             type(error).__name__,
@@ -344,7 +353,7 @@ def open_index(state_dir: Path | None) -> Index:
 
 
 def default_state_dir() -> Path:
-    """`$XDG_STATE_HOME/slot-cache`, else `~/.local/state/slot-cache`."""
+    """`$XDG_STATE_HOME/slot-cache`, else `~/.local/state/slot-cache`. Raises RuntimeError where there is no home."""
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if home.startswith("/") else Path.home() / ".local" / "state"
     return base / "slot-cache"
@@ -365,6 +374,27 @@ class IndexThread:
         """Close the index when the calls made so far are done. Does not wait."""
         self._executor.submit(self.index.close)
         self._executor.shutdown(wait=False)
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Switch to WAL. SQLite does not wait for another process that is just doing the same, so it is tried again."""
+    end = time.monotonic() + 4 * BUSY_SECONDS
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def _file_identity(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
 
 
 def _migrate(db: sqlite3.Connection) -> None:
@@ -388,11 +418,11 @@ def _migrate(db: sqlite3.Connection) -> None:
         raise
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is no (whole) database, as against a lock, a full disk or a folder that is read only."""
+def _is_damage(error: Exception) -> bool:
+    """Whether the file is no (whole) database, as against a lock, a full disk, a read-only folder or an odd value."""
     if isinstance(error, sqlite3.OperationalError):
-        return "no such table" in str(error) or "no such column" in str(error) or "has no column" in str(error)
-    return isinstance(error, sqlite3.DatabaseError)
+        return any(words in str(error) for words in ("no such table", "no such column", "has no column"))
+    return type(error) is sqlite3.DatabaseError
 
 
 def _insert(table: str, names: list[str]) -> str:

@@ -148,6 +148,8 @@ class LlamaServer:
         """Every slot. This wakes a server that sleeps; ask `props` first where nobody waits."""
         body = await self._call("GET", "/slots", LOOK_SECONDS)
         try:
+            if not isinstance(body, list):
+                raise TypeError
             return [_slot_reading(entry) for entry in body]
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise LlamaServerError(
@@ -280,7 +282,7 @@ class LlamaServer:
             raise LlamaServerError("refused", f"{what}: HTTP {status}", status)
         try:
             return loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise LlamaServerError("nonsense", f"{what}: the answer is no JSON") from None
 
     async def _twice(self, send: Callable[[httpx.AsyncClient], Awaitable[tuple[int, bytes]]]) -> tuple[int, bytes]:

@@ -25,7 +25,7 @@ class SlotLock:
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self._paths = None if folder is None else (folder / f"{name}.turn", folder / f"{name}.lock")
-        self._held: int | None = None
+        self._held: _Held | None = None
 
     async def acquire(self, seconds: float) -> bool:
         """Wait for the lock, at most so long. Returns whether it is held now; without a folder it always is.
@@ -35,11 +35,8 @@ class SlotLock:
         """
         if self._paths is None:
             return True
-        held = _try(self._paths)
-        if held is None:
-            held = await _wait(self._paths, seconds)
-        self._held = held
-        return held is not None
+        self._held = _try(self._paths) or await _wait(self._paths, seconds)
+        return self._held is not None
 
     def try_acquire(self) -> bool:
         """Take the lock if it is free. Microseconds. Raises OSError as `acquire` does."""
@@ -58,93 +55,130 @@ class SlotLock:
             return False
         if turn is None:
             return True
-        os.close(turn)
+        turn.free()
         return False
 
     def release(self) -> None:
         """Free the lock. Never fails; does nothing if it is not held."""
         if self._held is not None:
-            os.close(self._held)  # the kernel frees it with the last descriptor
+            self._held.free()
             self._held = None
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+class _Held:
+    """A file that is locked, as long as somebody knows of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    def free(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)  # the kernel frees the lock with the last descriptor
+
+    def __del__(self) -> None:
+        self.free()
 
 
-def _try(paths: tuple[Path, Path]) -> int | None:
+def _try(paths: tuple[Path, Path]) -> _Held | None:
     turn = _locked(paths[0], wait=False)
     if turn is None:
         return None
     try:
         return _locked(paths[1], wait=False)
     finally:
-        os.close(turn)
+        turn.free()
 
 
-def _block(paths: tuple[Path, Path]) -> int:
+def _block(paths: tuple[Path, Path]) -> _Held | None:
     turn = _locked(paths[0], wait=True)
-    assert turn is not None
     try:
-        held = _locked(paths[1], wait=True)
-        assert held is not None
-        return held
+        return _locked(paths[1], wait=True)
     finally:
-        os.close(turn)
+        if turn is not None:
+            turn.free()
 
 
-def _locked(path: Path, *, wait: bool) -> int | None:
-    descriptor = _open(path)
+def _locked(path: Path, *, wait: bool) -> _Held | None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held = _Held(descriptor)
     flags = portalocker.LockFlags.EXCLUSIVE
     try:
         portalocker.lock(descriptor, flags if wait else flags | portalocker.LockFlags.NON_BLOCKING)
     except portalocker.exceptions.AlreadyLocked:
-        os.close(descriptor)
+        held.free()
         return None
     except portalocker.exceptions.LockException as error:
-        os.close(descriptor)
+        held.free()
         raise OSError(f"the lock file cannot be locked: {type(error).__name__}") from None
     except BaseException:
-        os.close(descriptor)
+        held.free()
         raise
-    return descriptor
+    return held
 
 
-async def _wait(paths: tuple[Path, Path], seconds: float) -> int | None:
-    """Block in a thread. One that comes too late, or for nobody, frees the lock at once."""
+class _Waiting:
+    """What the thread that waits and the task that awaits it agree on: who has the lock when it comes."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._held: _Held | None = None
+        self._over = False
+
+    def arrived(self, held: _Held | None) -> bool:
+        """The lock is here. Returns whether somebody still wants it; else it is free again."""
+        with self._mutex:
+            if self._over:
+                if held is not None:
+                    held.free()
+                return False
+            self._held = held
+            return True
+
+    def end(self) -> _Held | None:
+        """Nobody awaits it any more. Returns the lock, if it came."""
+        with self._mutex:
+            self._over = True
+            held, self._held = self._held, None
+            return held
+
+
+async def _wait(paths: tuple[Path, Path], seconds: float) -> _Held | None:
+    """Block in a thread. A lock that comes too late, or for nobody, is freed at once."""
     loop = asyncio.get_running_loop()
-    result: asyncio.Future[int | None] = loop.create_future()
+    waiting = _Waiting()
+    over: asyncio.Future[None] = loop.create_future()
 
-    def deliver(held: int | None, failure: OSError | None) -> None:
-        if result.done():
-            if held is not None:
-                os.close(held)
-        elif failure is not None:
-            result.set_exception(failure)
-        else:
-            result.set_result(held)
+    def finish(failure: OSError | None) -> None:
+        if not over.done():
+            if failure is not None:
+                over.set_exception(failure)
+            else:
+                over.set_result(None)
 
     def work() -> None:
-        held, failure = None, None
+        failure = None
         try:
-            held = _block(paths)
+            wanted = waiting.arrived(_block(paths))
         except OSError as error:
-            failure = error
-        try:
-            loop.call_soon_threadsafe(deliver, held, failure)
-        except RuntimeError:  # the loop is closed
-            if held is not None:
-                os.close(held)
+            failure, wanted = error, True
+        if wanted:
+            try:
+                loop.call_soon_threadsafe(finish, failure)
+            except RuntimeError:  # the loop is closed
+                held = waiting.end()
+                if held is not None:
+                    held.free()
 
     threading.Thread(target=work, name="slot-cache-lock", daemon=True).start()
-    timer = loop.call_later(seconds, deliver, None, None)
+    timer = loop.call_later(seconds, finish, None)
     try:
-        return await result
-    except asyncio.CancelledError:
-        if result.done() and not result.cancelled() and result.exception() is None:
-            held = result.result()  # it came in the very moment we were cancelled
-            if held is not None:
-                os.close(held)
+        await over
+        return waiting.end()
+    except BaseException:
+        held = waiting.end()
+        if held is not None:
+            held.free()
         raise
     finally:
         timer.cancel()

@@ -88,7 +88,7 @@ def make_plan(
         better_on_disk = not resident.whole and saved is not None and saved.tokens > reading.tokens
         if not better_on_disk:
             return Plan(Outcome.RESIDENT)
-        return Plan(Outcome.RESTORED, restore=True)  # and what is there is not put in its place
+        resident = replace(resident, dirty=False)  # what is there is not put in the place of the better one
     save = worth_saving(resident, min_tokens)
     owner = None if resident is None else resident.owner
     perhaps_tokens = reading.task is None or reading.tokens > 0  # a restore is not told of before the first task

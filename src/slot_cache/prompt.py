@@ -120,7 +120,7 @@ def _link(packed: bytes, number: int) -> bytes:
 def tell_difference(last: Prompt, now: Prompt) -> str:
     """In words, where a prompt first differs from the last one of its session."""
     shared = shared_blocks(last, now)
-    same, rest = _whole_messages(now, shared)
+    same, rest = _same_messages(last, now, shared)
     if same == len(now.spans):
         if len(last.chain) == len(now.chain):
             return "the prompt is the same"
@@ -139,13 +139,15 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _whole_messages(prompt: Prompt, blocks: int) -> tuple[int, int]:
-    """How many whole messages lie in the first `blocks` blocks, and how many blocks are left of the next."""
-    for index, span in enumerate(prompt.spans):
-        if span.blocks > blocks:
-            return index, blocks
-        blocks -= span.blocks
-    return len(prompt.spans), blocks
+def _same_messages(last: Prompt, now: Prompt, blocks: int) -> tuple[int, int]:
+    """How many whole messages two prompts share, that share so many blocks, and how many blocks are left of the next."""
+    same = 0
+    for one, other in zip(last.spans, now.spans, strict=False):
+        if one != other or one.blocks > blocks:
+            break
+        same += 1
+        blocks -= one.blocks
+    return same, blocks
 
 
 def _digest(link: bytes, data: bytes) -> bytes:
