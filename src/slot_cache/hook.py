@@ -229,7 +229,7 @@ class SlotCacheHook(CustomLogger):
             request = read_request(kwargs, settings)
         except RequestError as error:
             self._once.warn(
-                ("request", _deployment_of(kwargs), str(error)),
+                ("request", route_of(kwargs) or "-", str(error)),
                 "route %s is not managed: %s",
                 report.shown(route_of(kwargs) or "-"),
                 error,

@@ -305,9 +305,9 @@ class SqliteIndex(Index):
         try:
             rows: list[sqlite3.Row] = self._db.execute(sql, values).fetchall()
         except _ERRORS as error:
-            self._failed(error)
+            self._failed("read", error)
             return []
-        self._once.over(("index",))
+        self._once.over(("index", "read"))
         return rows
 
     def _write(self, *steps: _Step) -> None:
@@ -325,13 +325,13 @@ class SqliteIndex(Index):
                 raise
             db.execute("COMMIT")
         except _ERRORS as error:
-            self._failed(error)
+            self._failed("written", error)
         else:
-            self._once.over(("index",))
+            self._once.over(("index", "written"))
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, what: str, error: Exception) -> None:
         if not _is_damage(error):
-            self._once.warn(("index",), "the index cannot be used right now: %s", type(error).__name__)
+            self._once.warn(("index", what), "the index cannot be %s right now: %s", what, type(error).__name__)
             return
         self.close()
         try:

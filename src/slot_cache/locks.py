@@ -8,6 +8,7 @@ it again at once comes after one that was waiting: two processes take turns.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -74,7 +75,9 @@ class _Held:
     def free(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            os.close(descriptor)  # the kernel frees the lock with the last descriptor
+            with contextlib.suppress(OSError, portalocker.exceptions.LockException):
+                portalocker.unlock(descriptor)  # a child that is just being started may have the file open still
+            os.close(descriptor)
 
     def __del__(self) -> None:
         self.free()
