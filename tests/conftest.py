@@ -1,0 +1,54 @@
+"""Fixtures for tests with real programs. What they start is ended when the test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slot_cache.lab.models import smollm2 as smollm2_path
+from slot_cache.lab.proxy import LiteLLMProxy
+from slot_cache.lab.server import EmbeddedServer, ServerOptions
+from tiny_models import build_all
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with dense.gguf, other.gguf, swa.gguf and hybrid.gguf; see tiny_models.py."""
+    return build_all(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Path of SmolLM2-135M-Instruct."""
+    return smollm2_path()
+
+
+@pytest.fixture
+def llama_server(tiny_models: Path, tmp_path: Path) -> Iterator[Callable[..., EmbeddedServer]]:
+    """Starts a llama-server: llama_server(slots=2, ...), options as in ServerOptions.
+
+    `model` is dense.gguf, and `save_path` the folder "saved" of the test's tmp_path, unless told otherwise.
+    """
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> EmbeddedServer:
+            defaults = {"model": tiny_models / "dense.gguf", "save_path": tmp_path / "saved", "threads": 1}
+            server = EmbeddedServer(ServerOptions(**(defaults | options)), folder=tmp_path)
+            return stack.enter_context(server)
+
+        yield start
+
+
+@pytest.fixture
+def litellm_proxy(tmp_path: Path) -> Iterator[Callable[..., LiteLLMProxy]]:
+    """Starts a LiteLLM proxy: litellm_proxy(config, num_workers=..., extra_env=...)."""
+    with ExitStack() as stack:
+
+        def start(config: Mapping[str, Any], **options: Any) -> LiteLLMProxy:
+            return stack.enter_context(LiteLLMProxy(config, folder=tmp_path, **options))
+
+        yield start
