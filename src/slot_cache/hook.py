@@ -20,7 +20,8 @@ from litellm.integrations.custom_logger import CustomLogger
 from slot_cache import report
 from slot_cache.folder import CacheFolder
 from slot_cache.index import Index, IndexThread, MemoryIndex, SqliteIndex, open_index
-from slot_cache.llama_server import LlamaServer, LlamaServerError, same_server_key, shown_url
+from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, same_server_key, shown_url
+from slot_cache.llama_swap import SwapTracker
 from slot_cache.prompt import Prompt, fingerprint, tell_difference
 from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
 from slot_cache.router import RouterTracker, limit_of
@@ -88,7 +89,7 @@ class SlotCacheHook(CustomLogger):
         self._index: IndexThread | None = None
         self._once = report.Once()
         self._switchers: dict[str, SlotSwitcher] = {}
-        self._routers: dict[str, RouterTracker] = {}
+        self._routers: dict[str, RouterTracker | SwapTracker] = {}
         self._folders: OrderedDict[tuple[str, ...], CacheFolder] = OrderedDict()
         self._settings: dict[tuple[str, str], Settings | None] = {}
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
@@ -386,20 +387,22 @@ class SlotCacheHook(CustomLogger):
             if switcher.role_known or switcher.actions.hung:
                 return switcher
             try:
-                role = await switcher.server.role()
+                role = await switcher.server.role() if settings.backend != "llama-swap" else Role("llama-swap")
             except LlamaServerError as error:
                 if error.fault == "timeout":
                     switcher.actions.fault(error)
                 return switcher  # the slots will tell what is wrong, and the role is asked for again next time
             switcher.role_known = True
-            if not role.router:
+            if role.kind == "server" or (role.kind == "llama-swap" and settings.backend == "llama-server"):
                 return switcher
             router = self._routers.get(name)
             if router is None:
-                limit = limit_of(role, settings.models_max)
-                router = self._routers[name] = RouterTracker(
-                    switcher.server, index, name=name, limit=limit, lock_folder=locks
-                )
+                if role.kind == "llama-swap":
+                    router = SwapTracker(switcher.server, index, name=name, lock_folder=locks)
+                else:
+                    limit = limit_of(role, settings.models_max)
+                    router = RouterTracker(switcher.server, index, name=name, limit=limit, lock_folder=locks)
+                self._routers[name] = router
                 self._switchers.pop(name, None)
         assert router is not None
         router.server.api_key = request.api_key

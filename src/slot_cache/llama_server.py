@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from json import loads
 from typing import Any, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import httpx
 
@@ -59,9 +59,9 @@ class SwitchAnswer:
 
 @dataclass(frozen=True)
 class Role:
-    """Whether a server is a router, and the most models it has loaded at once (0: no limit, None: it does not tell)."""
+    """What a server is, and the most models a router has loaded at once (0: no limit, None: it does not tell)."""
 
-    router: bool
+    kind: Literal["server", "router", "llama-swap"]
     max_instances: int | None = None
 
 
@@ -140,6 +140,11 @@ class LlamaServer:
         """The same server, for one model of it if it is a router."""
         return LlamaServer(self.base_url, self.api_key, model=model, transport=self._transport)
 
+    def upstream(self, model: str) -> LlamaServer:
+        """A model's own server behind a llama-swap. A call there starts it."""
+        base_url = f"{self.base_url}/upstream/{quote(model, safe='')}"
+        return LlamaServer(base_url, self.api_key, transport=self._transport)
+
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose()
@@ -176,11 +181,26 @@ class LlamaServer:
         return identity_of(props, entries[0] if entries else {})
 
     async def role(self) -> Role:
-        """What the server is: a router, or a server with a model of its own. An older router does not tell its limit."""
-        props = await self._object("/props")
+        """What the server is: one with a model of its own, a router, or a llama-swap (which has no /props of its own)."""
+        try:
+            props = await self._object("/props")
+        except LlamaServerError as error:
+            if error.status != 404:
+                raise
+            await self.running()
+            return Role("llama-swap")
         limit = props.get("max_instances")
-        router = props.get("role") == "router"
-        return Role(router, limit if router and isinstance(limit, int) and limit >= 0 else None)
+        if props.get("role") != "router":
+            return Role("server")
+        return Role("router", limit if isinstance(limit, int) and limit >= 0 else None)
+
+    async def running(self) -> list[str]:
+        """The models whose servers llama-swap has running. Asking starts none."""
+        entries = (await self._object("/running")).get("running")
+        if not isinstance(entries, list):
+            raise LlamaServerError("nonsense", "GET /running answered no list of models")
+        ready = [entry for entry in entries if isinstance(entry, dict) and entry.get("state", "ready") == "ready"]
+        return [entry["model"] for entry in ready if isinstance(entry.get("model"), str)]
 
     async def models(self) -> list[RouterModel]:
         """The models of a router, in its order. Asking loads none."""

@@ -267,5 +267,8 @@ class _Host:
     async def ready(self, deadline: float, abandoned: Callable[[], bool]) -> None:
         await self._tracker.ready(self._model, deadline, abandoned)
 
+    async def loaded(self) -> bool:
+        return True  # every call carries autoload=false
+
     def lost(self) -> None:
         self._tracker.lost(self._model)

@@ -55,6 +55,7 @@ class Settings(BaseModel):
         max_files: the most saved caches the route keeps, 0 for no limit.
         max_gib: the most room its saved caches take, in GiB (2**30 bytes), 0 for no limit.
         save_idle_seconds: a changed cache is saved when nobody has used it for so long; 0: only when its slot is needed.
+        backend: what answers at api_base: `llama-server` (with a model, or as a router), `llama-swap`, or `auto` to find out.
         models_max: the most models a router has loaded at once, 0 for no limit; None: what the router says itself, or 4
             for an older one that does not.
         queue_seconds: how long a request waits for the slot before it goes on without one.
@@ -75,6 +76,9 @@ class Settings(BaseModel):
     max_files: _Count = Field(default=0, description="a whole number, 0 (no limit) or more")
     max_gib: _Number = Field(default=0.0, le=1e9, description="a number of GiB, 0 (no limit) or more")
     save_idle_seconds: _Number = Field(default=0.0, description="seconds, 0 (only when the slot is needed) or more")
+    backend: Literal["auto", "llama-server", "llama-swap"] = Field(
+        default="auto", description="auto, llama-server or llama-swap"
+    )
     models_max: _Count | None = Field(default=None, description="a whole number, 0 (no limit) or more")
     queue_seconds: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)] = Field(
         default=3600.0, description="seconds, more than 0"

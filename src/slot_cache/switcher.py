@@ -149,6 +149,9 @@ class Host(Protocol):
             NoTurnError: it was not until `deadline`.
         """
 
+    async def loaded(self) -> bool:
+        """Whether the model may be asked for without loading it."""
+
     def lost(self) -> None:
         """The model was found not loaded."""
 
@@ -785,6 +788,9 @@ class SlotSwitcher:
                 return True  # another process uses it, and will see to it
             slot.locked = True
             await self._read_up(slot)
+        if self._host is not None and not await self._host.loaded():
+            slot.resident = None
+            return True
         identity = await self._identify(slot)
         if identity.sleeping:
             slot.resident = None
