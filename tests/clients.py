@@ -1,0 +1,244 @@
+"""Clients of the four APIs, as tests need them: they hold a conversation over any of them, and they leave when told to.
+
+The tests' models have a ChatML template and one token a byte, so a conversation's prompt is known here as text, it is the
+same in every API, and its characters are its tokens (but for the two marks of the template).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+
+Api = Literal["chat", "completions", "messages", "responses"]
+APIS: tuple[Api, ...] = ("chat", "completions", "messages", "responses")
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+}
+FEWEST_TOKENS = 16
+"""LiteLLM asks for no shorter answers in messages and responses."""
+
+
+def count_tokens(prompt: str) -> int:
+    """How many tokens a prompt has: one a character, and one for each mark of the template."""
+    marks = ("<|im_start|>", "<|im_end|>")
+    return len(prompt) - sum(prompt.count(mark) * (len(mark) - 1) for mark in marks)
+
+
+class RequestFailed(RuntimeError):
+    """Something else than a complete answer came."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status}: {text[:500]}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A complete answer; `outcome` is what the plugin's response header says."""
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    outcome: str | None
+
+
+@dataclass
+class Session:
+    """A conversation. What is said is remembered when its answer is complete, and only then."""
+
+    name: str
+    route: str
+    said: list[tuple[str, str]] = field(default_factory=list)
+
+    def prompt(self, *more: tuple[str, str]) -> str:
+        """The whole prompt as the template makes it, up to where the answer begins."""
+        turns = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in [*self.said, *more])
+        return f"{turns}<|im_start|>assistant\n"
+
+    async def ask(
+        self,
+        client: httpx.AsyncClient,
+        text: str,
+        *,
+        api: Api = "chat",
+        stream: bool = False,
+        tokens: int = FEWEST_TOKENS,
+        remember: bool = True,
+        headers: Mapping[str, str] | None = None,
+        extensions: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Reply:
+        """Say `text` and read the whole answer, at temperature 0.
+
+        Raises:
+            RequestFailed: another answer than 200, or a stream that says that it failed.
+        """
+        body = self.body(text, api, stream, tokens) | options
+        asked = {**self.headers, **(headers or {})}
+        if stream:
+            reply = await _streamed(client, api, body, asked, extensions)
+        else:
+            response = await client.post(PATHS[api], json=body, headers=asked, extensions=extensions)
+            if response.status_code != 200:
+                raise RequestFailed(response.status_code, response.text)
+            reply = _whole(api, response)
+        if remember:
+            self.said += [("user", text), ("assistant", reply.text)]
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def open_stream(
+        self,
+        client: httpx.AsyncClient,
+        text: str,
+        *,
+        api: Api = "chat",
+        tokens: int = FEWEST_TOKENS,
+        headers: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[AsyncIterator[str]]:
+        """Say `text` and be handed the pieces of the answer as they come. Who leaves the block leaves the stream."""
+        body = self.body(text, api, True, tokens) | options
+        asked = {**self.headers, **(headers or {})}
+        async with client.stream("POST", PATHS[api], json=body, headers=asked) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise RequestFailed(response.status_code, response.text)
+            yield _pieces(api, response)
+
+    async def leave(
+        self,
+        client: httpx.AsyncClient,
+        text: str,
+        *,
+        after: int = 0,
+        when: Callable[[], Awaitable[object]] | None = None,
+        stream: bool = True,
+        **options: Any,
+    ) -> bool:
+        """Say `text` and go away: after so many pieces of the answer, or when `when` has returned, or else at once, as
+        soon as all of the request is sent. Returns whether the answer was still to come."""
+        if after:
+            async with self.open_stream(client, text, **options) as pieces:
+                async for _ in pieces:
+                    after -= 1
+                    if not after:
+                        return True
+            return False
+        sent = asyncio.Event()
+
+        async def trace(event: str, _: object) -> None:
+            if event == "http11.send_request_body.complete":
+                sent.set()
+
+        ask = self.ask(client, text, remember=False, stream=stream, extensions={"trace": trace}, **options)
+        asking = asyncio.ensure_future(ask)
+        waiting = asyncio.ensure_future((when or sent.wait)())
+        await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        left = not asking.done()
+        for task in (asking, waiting):
+            task.cancel()
+        await asyncio.gather(asking, waiting, return_exceptions=True)
+        return left
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"X-Session-ID": self.name} if self.name else {}
+
+    def body(self, text: str, api: Api, stream: bool, tokens: int) -> dict[str, Any]:
+        """The request's body."""
+        said = [*self.said, ("user", text)]
+        body: dict[str, Any] = {"model": self.route, "temperature": 0, "stream": stream}
+        if api == "responses":
+            return body | {"input": [_item(role, words) for role, words in said], "max_output_tokens": tokens}
+        rows = [{"role": role, "content": words} for role, words in said]
+        if api == "messages":
+            return body | {"messages": rows, "max_tokens": tokens}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        if api == "chat":
+            return body | {"messages": rows, "max_tokens": tokens}
+        return body | {"prompt": self.prompt(("user", text)), "max_tokens": tokens}
+
+
+def _item(role: str, text: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+def _whole(api: Api, response: httpx.Response) -> Reply:
+    answer = response.json()
+    if api == "chat":
+        text = answer["choices"][0]["message"]["content"]
+    elif api == "completions":
+        text = answer["choices"][0]["text"]
+    elif api == "messages":
+        text = "".join(block.get("text", "") for block in answer["content"])
+    else:
+        text = "".join(part["text"] for item in answer["output"] for part in item.get("content", []))
+    return _reply(text, answer["usage"], response)
+
+
+async def _streamed(
+    client: httpx.AsyncClient,
+    api: Api,
+    body: dict[str, Any],
+    headers: Mapping[str, str],
+    extensions: dict[str, Any] | None,
+) -> Reply:
+    usage: dict[str, Any] = {}
+    parts: list[str] = []
+    async with client.stream("POST", PATHS[api], json=body, headers=dict(headers), extensions=extensions) as response:
+        if response.status_code != 200:
+            await response.aread()
+            raise RequestFailed(response.status_code, response.text)
+        async for event in _events(response):
+            parts.append(_piece(api, event))
+            told = event.get("usage") or (event.get("response") or {}).get("usage")
+            if told and any(told.values()):
+                usage = told
+    return _reply("".join(parts), usage, response)
+
+
+async def _pieces(api: Api, response: httpx.Response) -> AsyncIterator[str]:
+    async for event in _events(response):
+        if piece := _piece(api, event):
+            yield piece
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            continue
+        event = json.loads(line[5:])
+        if event.get("error"):
+            raise RequestFailed(200, json.dumps(event))
+        yield event
+
+
+def _piece(api: Api, event: dict[str, Any]) -> str:
+    if api in ("chat", "completions"):
+        choices = event.get("choices") or [{}]
+        return (choices[0].get("delta") or {}).get("content") or choices[0].get("text") or ""
+    if api == "messages":
+        return str((event.get("delta") or {}).get("text", "")) if event["type"] == "content_block_delta" else ""
+    return str(event["delta"]) if event["type"] == "response.output_text.delta" else ""
+
+
+def _reply(text: str, usage: Mapping[str, Any], response: httpx.Response) -> Reply:
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    cached = details.get("cached_tokens") or 0
+    if "cache_read_input_tokens" in usage and not details:  # Anthropic counts them beside the input
+        cached = usage["cache_read_input_tokens"] or 0
+        prompt += cached
+    return Reply(text, prompt, cached, response.headers.get("x-slot-cache"))
