@@ -322,9 +322,9 @@ class SlotCacheHook(CustomLogger):
     def _remember(self, turn: _Turn) -> None:
         self._turns[turn.token] = turn
         if len(self._turns) > TURNS:
-            for token, old in list(self._turns.items())[: TURNS // 10]:
-                if not old.holds:
-                    del self._turns[token]
+            ended = [token for token, old in self._turns.items() if not old.holds and old is not turn]
+            for token in ended[: max(TURNS // 10, 1)]:
+                del self._turns[token]
 
     def _turn_of(self, data: Mapping[str, Any]) -> _Turn | None:
         places = [data]

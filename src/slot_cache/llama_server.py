@@ -97,10 +97,10 @@ def shown_url(base_url: str) -> str:
 
 
 def same_server_key(base_url: str) -> str:
-    """Equal for addresses that surely name the same server: case, a default port, and localhost's names do not count."""
+    """Equal for addresses that surely name the same server: case, a default port, and localhost's name do not count."""
     parts = urlsplit(base_url)
     host = (parts.hostname or "").lower()
-    if host in ("localhost", "::1"):
+    if host == "localhost":
         host = "127.0.0.1"
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{host}:{port}{parts.path}"

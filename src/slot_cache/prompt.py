@@ -56,15 +56,20 @@ class Span:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's fingerprint: about 8 bytes for every `BLOCK_CHARS` characters, and no text."""
+    """A prompt's fingerprint: 8 bytes for every `BLOCK_CHARS` characters, and no text.
 
-    chain: tuple[bytes, ...]
+    Attributes:
+        packed: the links of the chain, one after the other.
+        spans: the messages.
+    """
+
+    packed: bytes
     spans: tuple[Span, ...]
 
     @property
-    def packed(self) -> bytes:
-        """The chain as bytes, for keeping."""
-        return b"".join(self.chain)
+    def chain(self) -> tuple[bytes, ...]:
+        """The links."""
+        return tuple(_link(self.packed, number) for number in range(len(self.packed) // _LINK_BYTES))
 
 
 @dataclass(frozen=True)
@@ -91,26 +96,29 @@ def fingerprint(request: Mapping[str, Any]) -> Prompt:
                 link = _digest(link, block.encode("utf-8", "surrogatepass"))
                 chain.append(link)
         spans.append(Span(role if role in _ROLES else "unknown", tuple(len(piece.text) for piece in pieces)))
-    return Prompt(tuple(chain), tuple(spans))
+    return Prompt(b"".join(chain), tuple(spans))
 
 
 def shared_blocks(one: Prompt, other: Prompt) -> int:
     """How many leading blocks two prompts share."""
-    count = 0
-    for mine, theirs in zip(one.chain, other.chain, strict=False):
-        if mine != theirs:
-            break
-        count += 1
-    return count
+    return _shared(one.packed, other.packed)
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    low, high = 0, min(len(one), len(other)) // _LINK_BYTES
+    while low < high:  # a link covers all before it: those that are equal come first
+        middle = (low + high + 1) // 2
+        if _link(one, middle - 1) == _link(other, middle - 1):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def shared_part(packed: bytes, other: bytes) -> float:
     """The share of the blocks of one packed chain that another one begins with; 1.0 for an empty one."""
     total = len(packed) // _LINK_BYTES
-    shared = 0
-    while shared < total and _link(packed, shared) == _link(other, shared):
-        shared += 1
-    return shared / total if total else 1.0
+    return _shared(packed, other) / total if total else 1.0
 
 
 def _link(packed: bytes, number: int) -> bytes:
@@ -122,7 +130,7 @@ def tell_difference(last: Prompt, now: Prompt) -> str:
     shared = shared_blocks(last, now)
     same, rest = _same_messages(last, now, shared)
     if same == len(now.spans):
-        if len(last.chain) == len(now.chain):
+        if len(last.packed) == len(now.packed):
             return "the prompt is the same"
         return f"the first {_count(same, 'message')} are the same, the end was cut"
     if same == len(last.spans):

@@ -15,6 +15,9 @@ from slot_cache.settings import Settings
 MASTER_KEY = "litellm_proxy_master_key"
 """What LiteLLM writes in place of a key's hash for the master key."""
 
+DEFAULT_USER = "default_user_id"
+"""LiteLLM's user where there are none."""
+
 SESSION_MADE_UP = "litellm_session_id_generated"
 """LiteLLM's mark on a session id that it made up itself, for a request that had none."""
 
@@ -36,7 +39,8 @@ class CacheRequest:
         api_key: the server's key, None for none.
         model: the name by which the server is asked for the model.
         session: 32 hex digits that stand for who is asking, None if nobody told.
-        owner: the LiteLLM key's hash, "" where there is only one.
+        owner: the LiteLLM key's hash, or the user's id where there is no key; "" for the master key and where there are
+            none.
     """
 
     route: str
@@ -141,8 +145,12 @@ def _upstream_model(kwargs: Mapping[str, Any]) -> str:
 
 
 def _owner(kwargs: Mapping[str, Any]) -> str:
-    found = (request_metadata(kwargs) or {}).get("user_api_key_hash")
-    return found if isinstance(found, str) and found != MASTER_KEY else ""
+    metadata = request_metadata(kwargs) or {}
+    found = metadata.get("user_api_key_hash")
+    if isinstance(found, str) and found:
+        return found if found != MASTER_KEY else ""
+    user = metadata.get("user_api_key_user_id")  # somebody who came without a key, by single sign-on
+    return user if isinstance(user, str) and user != DEFAULT_USER else ""
 
 
 def _session_id(kwargs: Mapping[str, Any], headers: tuple[str, ...]) -> str | None:

@@ -26,8 +26,9 @@ USELESS_IN_A_ROW = 2
 """A restore of which the server reused less than this part helped nothing. After so many in a row that should have
 helped, the model's caches are neither saved nor restored any more until the server is started again."""
 
-REFUSED = 1000
-"""Of so many caches it is remembered that the server refused to restore them; at the second time they are deleted."""
+REMEMBERED = 1000
+"""Of so many routes it is remembered how large a token is, and of so many caches that the server refused to restore them;
+at the second time they are deleted."""
 
 _RATE_WEIGHT = 0.3
 
@@ -48,7 +49,7 @@ class SlotActions:
         self._clock = clock
         self._hung_until = float("-inf")
         self._off_until = float("-inf")
-        self._bytes_per_token: dict[str, float] = {}
+        self._bytes_per_token: OrderedDict[str, float] = OrderedDict()
         self._useless: Counter[str] = Counter()
         self._stopped: dict[str, str] = {}
         self._refused: OrderedDict[str, None] = OrderedDict()
@@ -58,9 +59,14 @@ class SlotActions:
         """The server let a call time out a moment ago."""
         return self._clock() < self._hung_until
 
+    @property
+    def off(self) -> bool:
+        """The server does no slot actions."""
+        return self._clock() < self._off_until
+
     def works_for(self, identity: Identity) -> bool:
         """Whether to save and restore now: the server can, and it helps with this model."""
-        if self._clock() < self._off_until:
+        if self.off:
             return False
         stopped = self._stopped.get(identity.model)
         if stopped is not None and stopped != identity.boot:
@@ -116,7 +122,7 @@ class SlotActions:
             await self._failed_save(key, folder, written=error.status not in (401, 501))
             return None
         try:
-            if answer.tokens < mark.tokens:
+            if answer.tokens != mark.tokens:  # fewer, or a stranger came between the look and the save
                 raise FolderError(f"{answer.tokens} tokens were saved of {mark.tokens}")
             seconds = answer.tokens / self.prefill_rate if self.prefill_rate else 0.0
             await folder.commit(key, answer.tokens, answer.size, resident.model, resident.chain, seconds)
@@ -131,6 +137,8 @@ class SlotActions:
         self._once.over(kind)
         self.counts["saves"] += 1
         self._bytes_per_token[folder.tag] = answer.size / answer.tokens
+        while len(self._bytes_per_token) > REMEMBERED:
+            self._bytes_per_token.popitem(last=False)
         self._say("save", key, answer.tokens, answer.size, started)
         return replace(resident, dirty=False, whole=True, saved_tokens=answer.tokens)
 
@@ -185,7 +193,7 @@ class SlotActions:
         """The server could not restore a file. One that was checked may do another time, when there is more room."""
         if folder.path is not None and key not in self._refused:
             self._refused[key] = None
-            while len(self._refused) > REFUSED:
+            while len(self._refused) > REMEMBERED:
                 self._refused.popitem(last=False)
             return
         self._refused.pop(key, None)

@@ -427,7 +427,7 @@ class SlotSwitcher:
             return Granted(Outcome.RESIDENT)
         if want.key is None and not worth_saving(resident, slot.min_tokens):
             plan = make_plan(want, resident, None, reading)
-            if plan.erase:
+            if plan.erase and not self.actions.off:
                 await self._erase(slot)
             return Granted(plan.outcome)
         identity = lease._identity = await self._identify(slot)
@@ -440,7 +440,7 @@ class SlotSwitcher:
         if plan.restore and saved is not None and not self.actions.hung:
             lease._saved_tokens = saved.tokens
             outcome = await self._restore(slot, lease, folder, saved, reading, identity)
-        if plan.erase and outcome is Outcome.COLD and not self.actions.hung:
+        if plan.erase and outcome is Outcome.COLD and not (self.actions.hung or self.actions.off):
             await self._erase(slot)
         if self.actions.hung:
             return Granted(Outcome.UNMANAGED, "the server did not answer")
@@ -590,9 +590,12 @@ class SlotSwitcher:
             if not await slot.lock.acquire(max(deadline - self._clock(), 0.001)):
                 raise NoTurnError("another worker kept the slot")
         except OSError as error:
-            self._once.warn(("lock",), "no locks between workers: %s", error)
+            self._no_locks(error)
         slot.locked, slot.turns = True, 1
         await self._read_up(slot)
+
+    def _no_locks(self, error: OSError) -> None:
+        self._once.warn(("lock",), "no locks between workers: %s", error)
 
     async def _unlock(self, slot: _Slot) -> None:
         await self._write_down(slot)
@@ -765,7 +768,8 @@ class SlotSwitcher:
             if held:
                 slot.locked, slot.turns = True, 1
                 await self._read_up(slot)
-        except OSError:  # no locks here
+        except OSError as error:
+            self._no_locks(error)
             held = slot.locked = True
         finally:
             if not held:
@@ -784,8 +788,11 @@ class SlotSwitcher:
 
     async def _saved_idle(self, slot: _Slot) -> bool:
         if not slot.locked:
-            if not slot.lock.try_acquire():
-                return True  # another process uses it, and will see to it
+            try:
+                if not slot.lock.try_acquire():
+                    return True  # another process uses it, and will see to it
+            except OSError as error:
+                self._no_locks(error)
             slot.locked = True
             await self._read_up(slot)
         if self._host is not None and not await self._host.loaded():

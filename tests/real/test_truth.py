@@ -159,7 +159,9 @@ async def test_two_workers_share_a_slot(server: EmbeddedServer, tmp_path: Path) 
     assert reuse >= 0.99
 
 
-async def test_a_stranger_s_request_costs_what_was_not_saved_and_no_file(server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_a_stranger_s_request_costs_what_was_not_saved_and_no_file(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
     mine, other = sessions("AB")
     with house.proxy(tmp_path, managed(server, tmp_path)) as proxy:
         async with talk(proxy) as conversation, open_client(server.base_url) as stranger:

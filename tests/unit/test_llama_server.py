@@ -211,15 +211,15 @@ async def test_alive_tells_whether_health_answers(
 @pytest.mark.parametrize(
     ("body", "role"),
     [
-        (PROPS, Role(False)),
-        (recorded("router_props").json(), Role(True, 2)),
-        ({"role": "router"}, Role(True)),
-        ({"role": "router", "max_instances": 0}, Role(True, 0)),
-        ({"role": "router", "max_instances": "2"}, Role(True)),
-        ({"role": "router", "max_instances": -1}, Role(True)),
-        ({"max_instances": 2}, Role(False)),
-        ({"role": 7}, Role(False)),
-        ({}, Role(False)),
+        (PROPS, Role("server")),
+        (recorded("router_props").json(), Role("router", 2)),
+        ({"role": "router"}, Role("router")),
+        ({"role": "router", "max_instances": 0}, Role("router", 0)),
+        ({"role": "router", "max_instances": "2"}, Role("router")),
+        ({"role": "router", "max_instances": -1}, Role("router")),
+        ({"max_instances": 2}, Role("server")),
+        ({"role": 7}, Role("server")),
+        ({}, Role("server")),
     ],
 )
 @respx.mock(base_url=BASE)
@@ -228,6 +228,54 @@ async def test_props_tell_whether_it_is_a_router(
 ) -> None:
     respx_mock.get("/props").respond(json=body)
     assert await server.role() == role
+
+
+@respx.mock(base_url=BASE)
+async def test_a_server_without_props_that_tells_what_runs_is_a_llama_swap(
+    respx_mock: respx.MockRouter, server: LlamaServer
+) -> None:
+    respx_mock.get("/props").respond(404)
+    running = respx_mock.get("/running").respond(json={"running": []})
+    assert await server.role() == Role("llama-swap")
+    running.respond(404)
+    assert (await fault_of(server.role())).status == 404
+
+
+@pytest.mark.parametrize("status", [400, 401, 500, 503])
+@respx.mock(base_url=BASE)
+async def test_props_that_are_refused_tell_nothing(
+    respx_mock: respx.MockRouter, server: LlamaServer, status: int
+) -> None:
+    respx_mock.get("/props").respond(status)
+    assert (await fault_of(server.role())).status == status
+
+
+@pytest.mark.parametrize(
+    ("body", "models"),
+    [
+        ({"running": []}, []),
+        (
+            {"running": [{"model": "a", "state": "ready"}, {"model": "b", "state": "starting"}, {"model": "c"}]},
+            ["a", "c"],
+        ),
+        ({"running": [7, {}, {"model": 7}]}, []),
+    ],
+)
+@respx.mock(base_url=BASE)
+async def test_a_llama_swap_tells_what_runs(
+    respx_mock: respx.MockRouter, server: LlamaServer, body: Any, models: list[str]
+) -> None:
+    respx_mock.get("/running").respond(json=body)
+    assert await server.running() == models
+
+
+@pytest.mark.parametrize("body", [[], {}, {"running": None}, {"running": {}}])
+@respx.mock(base_url=BASE)
+async def test_what_runs_in_another_shape_is_nonsense(
+    respx_mock: respx.MockRouter, server: LlamaServer, body: Any
+) -> None:
+    respx_mock.get("/running").respond(json=body)
+    assert (await fault_of(server.running())).fault == "nonsense"
 
 
 @pytest.mark.parametrize(
@@ -744,7 +792,6 @@ SAME = [
     ("https://llama", "https://llama:443"),
     ("http://llama:8080", "http://LLAMA:8080"),
     ("http://localhost:8080", "http://127.0.0.1:8080"),
-    ("http://[::1]:8080", "http://127.0.0.1:8080"),
     ("http://user:word@llama", "http://llama"),
     ("http://[2001:DB8::1]", "http://[2001:db8::1]"),
 ]

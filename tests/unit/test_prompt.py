@@ -86,7 +86,7 @@ def test_a_text_completion_is_one_message() -> None:
 
 
 def test_a_request_without_a_prompt_is_empty() -> None:
-    assert fingerprint({}) == Prompt((), ())
+    assert fingerprint({}) == Prompt(b"", ())
 
 
 # chains of whatever conversation; blocks are small so that many are there

@@ -504,6 +504,27 @@ async def test_somebody_else_s_use_is_noticed_and_never_saved_as_ours(desk: Desk
     assert await a.turn() is RESTORED
 
 
+@pytest.mark.parametrize(
+    "text", ["x", "somebody else's long prompt, longer than all of ours " * 3], ids=["short", "long"]
+)
+async def test_somebody_else_s_use_just_before_a_save_is_noticed_as_well(desk: Desk, text: str) -> None:
+    a, b = Talk(desk, "a"), Talk(desk, "b")
+    for talk in (a, b, a):
+        await talk.turn()
+    await desk.quiet()
+    good = desk.file("a")
+    handle = desk.fake.handle
+
+    async def used_first(method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        if "action=save" in target:
+            await desk.fake.complete(text, slot=0)
+        return await handle(method, target, headers, body)
+
+    desk.fake.handle = used_first  # type: ignore[method-assign]
+    await b.turn()
+    assert desk.file("a") == good
+
+
 async def test_somebody_else_s_use_between_two_turns_costs_what_was_not_saved(desk: Desk) -> None:
     a, b = Talk(desk, "a"), Talk(desk, "b")
     await a.turn()
@@ -1039,7 +1060,8 @@ async def test_nor_when_it_ran_before_anybody_looked(desk: Desk) -> None:
     gate = asyncio.Event()
     running = asyncio.ensure_future(desk.fake.complete(a.prompt + "and then?", slot=0, gate=gate))
     await desk.fake.until_processing(0)
-    first, second = await desk.waiters("c", "b")
+    (first,) = await desk.waiters("c", queue_seconds=60)
+    (second,) = await desk.waiters("b", queue_seconds=600)
     holder.release(BROKEN)
     await desk.fake.until(lambda: desk.fake.count("slots") >= 4)
     desk.clock.now += 61  # more than the first may wait
@@ -1049,7 +1071,7 @@ async def test_nor_when_it_ran_before_anybody_looked(desk: Desk) -> None:
     await running
     await desk.fake.complete("a long prompt of a request without a slot " * 5, slot=0)
     loose.release(ANSWERED)
-    await got(second)
+    assert (await got(second)).granted.outcome is RESTORED
     assert desk.file("a") == good
 
 

@@ -81,6 +81,7 @@ class LiteLLMProxy:
             "LITELLM_MASTER_KEY": self.key,
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "LITELLM_LOG": "INFO",
+            "XDG_STATE_HOME": str(self.folder / "state"),  # not the user's index
             **self._extra_env,
         }
         with self.log_path.open("ab") as log:
