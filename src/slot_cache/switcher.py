@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import deque
@@ -39,7 +40,8 @@ broken off is noticed at its next token, then seldom. The server notices that a 
 left only when it has had no other call for a second; looking more often would keep such a request alive."""
 
 SETTLE_LOOKS = 6
-"""How often, with those pauses, a slot is looked at after its request was broken off, while nobody waits for it."""
+"""How often, with those pauses, a slot is looked at after its request was broken off, or where the server does not answer,
+while nobody waits for it."""
 
 TURNS_IN_A_ROW = 8
 """So many requests of one process use a slot in a row before another process that waits for it gets it."""
@@ -645,24 +647,23 @@ class SlotSwitcher:
     async def _settle(self, slot: _Slot, epoch: int, idle_seconds: float) -> None:
         """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
         pauses = iter(BUSY_PAUSES)
-        looks = SETTLE_LOOKS if slot.perhaps_busy else 1
-        for number in range(looks):
-            try:
+        for number in range(SETTLE_LOOKS):
+            reading = None
+            with contextlib.suppress(LlamaServerError):  # once is nothing: a batch of another slot's prompt may be long
                 reading = await self._look(slot.number)
-            except LlamaServerError:
-                break
             if slot.epoch != epoch:
                 return
-            if not reading.processing:
+            if reading is not None and not reading.processing:
                 self._judge(slot, reading)
                 slot.perhaps_busy = False
                 break
-            if number + 1 < looks:
+            if reading is not None and not slot.perhaps_busy:
+                slot.resident = None  # somebody else is in there
+                break
+            if number + 1 < SETTLE_LOOKS:
                 await asyncio.sleep(next(pauses, BUSY_SECONDS))
                 if slot.epoch != epoch:
                     return
-            elif not slot.perhaps_busy:
-                slot.resident = None  # somebody else is in there
         if slot.epoch != epoch:
             return
         self._plan_idle_save(slot, idle_seconds)
