@@ -66,6 +66,8 @@ class _Turn:
     """tokens reused and computed"""
     busy: bool = False
     """an attempt waits for its slot"""
+    broken: bool = False
+    """the last attempt was broken off: LiteLLM makes up a usage for it, of an estimate and without reused tokens"""
     reported: bool = False
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
@@ -245,6 +247,7 @@ class SlotCacheHook(CustomLogger):
             metadata[TOKEN] = turn.token
         turn.request, turn.call_type, turn.nested, turn.usage = request, call_type, False, None
         turn.lease, turn.outcome, turn.why, turn.busy, turn.reported = None, Outcome.UNMANAGED, "", True, False
+        turn.broken = False
         if turn.timer is not None:
             turn.timer.cancel()
             turn.timer = None
@@ -279,6 +282,7 @@ class SlotCacheHook(CustomLogger):
         """The attempt has ended: give the slot back. A plain call, safe in a `finally` that may not await."""
         if turn.lease is None or not turn.lease.active:
             return
+        turn.broken = ending is Ending.BROKEN
         turn.lease.release(ending)
         if turn.usage is not None:
             self._report(turn)
@@ -312,7 +316,7 @@ class SlotCacheHook(CustomLogger):
 
     def _note_usage(self, turn: _Turn, response: Any) -> None:
         usage = _usage(response)
-        if usage is None:
+        if usage is None or turn.broken:
             return
         first = turn.usage is None
         turn.usage = usage
