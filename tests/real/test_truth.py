@@ -253,23 +253,25 @@ async def test_a_file_of_another_model_is_never_restored(tmp_path: Path) -> None
     model = build_talker(tmp_path / "model.gguf")
     build_talker(tmp_path / "other.gguf", seed=8)
     talking = sessions("ABC")
-    with house.server(model, tmp_path, n_ubatch=1) as server:
-        with house.proxy(tmp_path, managed(server, tmp_path)) as proxy:
-            async with talk(proxy) as conversation:
-                for session in talking * 2:
-                    await conversation.turn(session)
-                await conversation.are_right(server)
-            server.stop()
-            shutil.copyfile(tmp_path / "other.gguf", model)  # the same path, the same shape, other weights
-            server.start()
-            async with talk(proxy) as conversation:
-                outcomes = []
-                for session in talking * 2:
-                    prompt = session.prompt(("user", "and then?"))
-                    reply = await session.ask(conversation.client, "and then?", tokens=TOKENS)
-                    conversation.answers[prompt] = reply.text
-                    outcomes.append(reply.outcome)
-                await conversation.are_right(server)
-            log = proxy.log_path.read_text()
+    with (
+        house.server(model, tmp_path, n_ubatch=1) as server,
+        house.proxy(tmp_path, managed(server, tmp_path)) as proxy,
+    ):
+        async with talk(proxy) as conversation:
+            for session in talking * 2:
+                await conversation.turn(session)
+            await conversation.are_right(server)
+        server.stop()
+        shutil.copyfile(tmp_path / "other.gguf", model)  # the same path, the same shape, other weights
+        server.start()
+        async with talk(proxy) as conversation:
+            outcomes = []
+            for session in talking * 2:
+                prompt = session.prompt(("user", "and then?"))
+                reply = await session.ask(conversation.client, "and then?", tokens=TOKENS)
+                conversation.answers[prompt] = reply.text
+                outcomes.append(reply.outcome)
+            await conversation.are_right(server)
+        log = proxy.log_path.read_text()
     assert outcomes == ["cold"] * 3 + ["restored"] * 3
     assert log.count("is another model's and is not restored") == 1
