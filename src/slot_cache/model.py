@@ -38,7 +38,7 @@ def boot_of(props: Mapping[str, Any]) -> str:
 def identity_of(props: Mapping[str, Any], entry: Mapping[str, Any]) -> Identity:
     """The identity from the answer of `GET /props` and the model's entry in that of `GET /v1/models`.
 
-    The fingerprint covers the file's path, the model's sizes and types, the chat template, and, where the path can be
+    The fingerprint covers the file's path, the model's sizes and types, the chat template, LoRA adapters, and, where the path can be
     seen from here, the file's size and time of change: a file of the same shape put in its place is another model.
     """
     path = str(props.get("model_path") or "")
@@ -50,6 +50,7 @@ def identity_of(props: Mapping[str, Any], entry: Mapping[str, Any]) -> Identity:
         "ftype": props.get("model_ftype"),
         "template": hashlib.sha256(str(template).encode("utf-8", "surrogatepass")).hexdigest(),
         "meta": told,
+        "lora": _adapters(props),
         "file": _file_state(path),
     }
     text = json.dumps(parts, sort_keys=True, default=str)
@@ -59,6 +60,13 @@ def identity_of(props: Mapping[str, Any], entry: Mapping[str, Any]) -> Identity:
         name=path.replace("\\", "/").rpartition("/")[2],
         sleeping=props.get("is_sleeping") is True,
     )
+
+
+def _adapters(props: Mapping[str, Any]) -> object:
+    """The LoRA adapters that the server applies by default."""
+    settings = props.get("default_generation_settings")
+    params = settings.get("params") if isinstance(settings, Mapping) else None
+    return params.get("lora") if isinstance(params, Mapping) else None
 
 
 def _file_state(path: str) -> list[int] | None:
