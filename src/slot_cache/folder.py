@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,6 +102,8 @@ class CacheFolder:
         self.verify = verify
         self.min_tokens = min_tokens
         self._swept = float("-inf")
+        self._proved = False
+        self._saving: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._hash_rate = 0.0
         self._restore_rate = 0.0
 
@@ -108,6 +111,13 @@ class CacheFolder:
     def id(self) -> str:
         """What the index knows the folder by."""
         return self.server if self.path is None else str(self.path)
+
+    def saving(self, key: str) -> asyncio.Lock:
+        """What a save of `key` holds from its beginning to its commit: two slots do not write one file at a time."""
+        lock = self._saving.get(key)
+        if lock is None:
+            lock = self._saving[key] = asyncio.Lock()
+        return lock
 
     def blind(self) -> None:
         """Give up looking at the files: the path turned out not to be the server's folder."""
@@ -142,7 +152,7 @@ class CacheFolder:
             vanished = not await asyncio.to_thread((self.path / self.saved_name(key)).exists)
             await self.forget(key)
             return Lookup(problem="" if vanished else "damaged")
-        if len(rows) > 1 or row.pending:  # a process died between the name and the record
+        if row.pending:  # a process died between the name and the record, or is just there
             row = replace(row, pending=False)
             await self.index.call(self.index.index.put_cache, row)
         return Lookup(_saved(row)) if row.model == model else Lookup(problem="other model")
@@ -174,12 +184,16 @@ class CacheFolder:
             seconds: the prefill it stands for, 0 if not known.
 
         Raises:
-            NotTheFolderError: the file is not there.
+            NotTheFolderError: the file is not there, nor was that of any save before.
             FolderError: its size is not what the server said, or it cannot be read or renamed. A good file that was
                 there before is still there.
         """
         now = time.time()
-        uses = max((row.uses for row in await self._rows(key)), default=0)
+        rows = await self._rows(key)
+        if any(row.pending for row in rows):  # what a process that died has left: which of both is the file?
+            await self.look_up(key, model)
+            rows = await self._rows(key)
+        uses = max((row.uses for row in rows), default=0)
         row = CacheRow(
             self.id,
             key,
@@ -198,17 +212,20 @@ class CacheFolder:
             try:
                 sums = await asyncio.to_thread(self._take, part, self._whole_is_cheap(size))
             except FileNotFoundError:
-                raise NotTheFolderError("the file that the server says it wrote is not in save_path") from None
+                problem = "the file that the server says it wrote is not in save_path"
+                raise (FolderError if self._proved else NotTheFolderError)(problem) from None
             except OSError as error:
                 raise FolderError(f"the file cannot be read: {error.strerror}") from None
             if sums.size != size:
                 raise FolderError(f"the server says it wrote {size} bytes, the file has {sums.size}")
             row = replace(row, sample=sums.sample, checksum=sums.whole)
-            await self.index.call(self.index.index.put_cache, replace(row, pending=True))
+            if not await self.index.call(self.index.index.put_cache, replace(row, pending=True)):
+                raise FolderError("it cannot be recorded")
             try:
                 await asyncio.to_thread(os.replace, part, name)
             except OSError as error:
                 raise FolderError(f"the file cannot be renamed: {error.strerror}") from None
+            self._proved = True
         await self.index.call(self.index.index.put_cache, row)
 
     async def discard_part(self, key: str) -> None:
@@ -265,8 +282,9 @@ class CacheFolder:
         self._swept = time.monotonic()
         swept = await asyncio.to_thread(_sweep_parts, self.path, self.tag)
         rows = await self.index.call(self.index.index.caches)  # before the files: a save between them is in both
-        keys = {row.key for row in rows if row.folder == self.id and tag_of(row.key) == self.tag}
-        for key in keys - {row.key for row in rows if row.pending}:
+        rows = [row for row in rows if row.folder == self.id and tag_of(row.key) == self.tag]
+        begun = {row.key for row in rows if row.pending and time.time() - row.created < PART_SECONDS}
+        for key in {row.key for row in rows} - begun:
             if self.path is not None and not await asyncio.to_thread((self.path / self.saved_name(key)).exists):
                 await self.index.call(self.index.index.drop_cache, self.id, key)
                 swept += 1

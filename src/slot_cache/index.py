@@ -109,8 +109,12 @@ class Index(ABC):
         """Every saved cache, with pending rows."""
 
     @abstractmethod
-    def put_cache(self, row: CacheRow) -> None:
-        """Record a save. A row that is not pending takes the place of every row of the same cache."""
+    def put_cache(self, row: CacheRow) -> bool:
+        """Record a save. A row that is not pending takes the place of every row of the same cache.
+
+        Returns:
+            whether it is recorded now.
+        """
 
     @abstractmethod
     def used_cache(self, folder: str, key: str, when: float) -> None:
@@ -154,9 +158,10 @@ class MemoryIndex(Index):
     def caches(self) -> list[CacheRow]:
         return [row for rows in self._caches.values() for row in rows]
 
-    def put_cache(self, row: CacheRow) -> None:
+    def put_cache(self, row: CacheRow) -> bool:
         kept = [old for old in self._caches.get((row.folder, row.key), ()) if not old.pending] if row.pending else []
         self._caches[row.folder, row.key] = [*kept, row]
+        return True
 
     def used_cache(self, folder: str, key: str, when: float) -> None:
         rows = self._caches.get((folder, key), [])
@@ -239,12 +244,12 @@ class SqliteIndex(Index):
     def caches(self) -> list[CacheRow]:
         return [_cache_row(row) for row in self._read("SELECT * FROM caches ORDER BY folder, key, pending")]
 
-    def put_cache(self, row: CacheRow) -> None:
+    def put_cache(self, row: CacheRow) -> bool:
         values = [getattr(row, name) for name in _CACHE_FIELDS]
         steps: list[_Step] = [(_insert("caches", _CACHE_FIELDS), values)]
         if not row.pending:
             steps.insert(0, ("DELETE FROM caches WHERE folder = ? AND key = ?", (row.folder, row.key)))
-        self._write(*steps)
+        return self._write(*steps)
 
     def used_cache(self, folder: str, key: str, when: float) -> None:
         self._write(("UPDATE caches SET used = ?, uses = uses + 1 WHERE folder = ? AND key = ?", (when, folder, key)))
@@ -310,11 +315,11 @@ class SqliteIndex(Index):
         self._once.over(("index", "read"))
         return rows
 
-    def _write(self, *steps: _Step) -> None:
-        """A transaction; what fails is not written, said once, and otherwise ignored."""
+    def _write(self, *steps: _Step) -> bool:
+        """A transaction; what fails is not written, and said once. Returns whether it is written."""
         db = self._db
         if db is None:
-            return
+            return False
         try:
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -326,8 +331,9 @@ class SqliteIndex(Index):
             db.execute("COMMIT")
         except _ERRORS as error:
             self._failed("written", error)
-        else:
-            self._once.over(("index", "written"))
+            return False
+        self._once.over(("index", "written"))
+        return True
 
     def _failed(self, what: str, error: Exception) -> None:
         if not _is_damage(error):

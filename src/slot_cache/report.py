@@ -43,6 +43,10 @@ class Once:
         self.warn(("bug", where, type(error).__name__), "%s: internal fault %s", where, type(error).__name__)
         logger.debug(_PREFIX + "%s", where, exc_info=error)
 
+    def said(self, kind: tuple[str, ...]) -> bool:
+        """Whether `kind` was said and is not over."""
+        return kind in self._said
+
     def over(self, kind: tuple[str, ...]) -> bool:
         """The fault is over: the next of its kind is said again. Returns whether it had been said."""
         if kind in self._said:

@@ -30,6 +30,9 @@ REMEMBERED = 1000
 """Of so many routes it is remembered how large a token is, and of so many caches that the server refused to restore them;
 at the second time they are deleted."""
 
+LARGE_BYTES = 16 * 2**20
+"""Before a save of more than so much, and after one that failed, it is asked whether the disk has room."""
+
 _RATE_WEIGHT = 0.3
 
 
@@ -105,12 +108,19 @@ class SlotActions:
         Returns:
             the resident as it is with a good save, None if there is none (a good one from before stays).
         """
+        if resident.key is None:
+            return None
+        async with folder.saving(resident.key):
+            return await self._saved(slot, resident, folder)
+
+    async def _saved(self, slot: int, resident: Resident, folder: CacheFolder) -> Resident | None:
         key, mark = resident.key, resident.mark
         if key is None or mark is None:
             return None
         kind = ("save", self.server.base_url, folder.tag)
         known = self._bytes_per_token.get(folder.tag)
-        if known is not None and not await folder.has_room(mark.tokens * known):
+        size = mark.tokens * (known or 0.0)
+        if (size > LARGE_BYTES or self._once.said(kind)) and not await folder.has_room(size):
             self._failed("save", kind, key, "the disk is full")
             return None
         started = self._clock()
@@ -129,7 +139,7 @@ class SlotActions:
         except NotTheFolderError as error:
             self._failed("save", kind, key, f"{error}; its files are not looked at from now on")
             folder.blind()
-            return await self.save(slot, resident, folder)
+            return await self._saved(slot, resident, folder)
         except FolderError as error:
             self._failed("save", kind, key, str(error))
             await self._failed_save(key, folder, written=True)
