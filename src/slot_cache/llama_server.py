@@ -231,10 +231,17 @@ class LlamaServer:
     async def alive(self) -> bool:
         """Whether /health answers, which it does while the model computes."""
         try:
-            await self._call("GET", "/health", 1.0)
+            if self.model is None:
+                await self.health()
+            else:  # /health would be the router's
+                await self._call("GET", "/props", 1.0)
         except LlamaServerError:
             return False
         return True
+
+    async def health(self) -> None:
+        """Return when /health answers."""
+        await self._call("GET", "/health", 1.0)
 
     async def save(self, slot: int, filename: str, expected_bytes: float) -> SwitchAnswer:
         """Have the slot written to a file in the server's --slot-save-path. Never call it for a busy slot."""

@@ -18,7 +18,7 @@ from slot_cache.index import IndexThread
 from slot_cache.llama_server import LlamaServer, LlamaServerError
 from slot_cache.locks import SlotLock
 from slot_cache.router import LOAD_SECONDS, POLL_FIRST_SECONDS, POLL_MOST_SECONDS, VICTIM_SECONDS
-from slot_cache.switcher import NoTurnError, SlotSwitcher, Vacated
+from slot_cache.switcher import BUSY_SECONDS, NoTurnError, SlotSwitcher, Vacated
 
 
 class SwapTracker:
@@ -106,7 +106,7 @@ class SwapTracker:
             for other in sorted(running - {model}):
                 vacated = await self.switcher(other).vacate(max(min(VICTIM_SECONDS, deadline - self._clock()), 0.001))
                 if vacated is None:
-                    await asyncio.sleep(POLL_MOST_SECONDS / 2)
+                    await asyncio.sleep(BUSY_SECONDS)
                     return False
                 taken.append((other, vacated))
             report.info("%s start %s", self.server.shown, report.shown(model))
@@ -120,9 +120,15 @@ class SwapTracker:
     async def _start(self, model: str) -> None:
         """Have a model's server started, by asking after its health."""
         server, started, pause = self.switcher(model).server, self._clock(), POLL_FIRST_SECONDS
-        while not await server.alive():
-            if self._clock() - started > LOAD_SECONDS:
-                raise LlamaServerError("timeout", "llama-swap did not start the model")
+        while True:
+            try:
+                await server.health()
+                return
+            except LlamaServerError as error:
+                if error.fault != "timeout":  # it is no model of llama-swap's, or it did not come up
+                    raise
+                if self._clock() - started > LOAD_SECONDS:
+                    raise
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, POLL_MOST_SECONDS)
 

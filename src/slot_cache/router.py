@@ -18,7 +18,7 @@ from slot_cache import report
 from slot_cache.index import IndexThread
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, RouterModel
 from slot_cache.locks import SlotLock
-from slot_cache.switcher import NoTurnError, SlotSwitcher
+from slot_cache.switcher import BUSY_SECONDS, NoTurnError, SlotSwitcher, Vacated
 
 OLD_ROUTER_MAX = 4
 """What an older router that does not tell its limit has by default."""
@@ -33,6 +33,9 @@ VICTIM_SECONDS = 5.0
 UNLOAD_SECONDS = 60.0
 LOAD_SECONDS = 600.0
 """How long a model may take to go, and to come (from a slow disk)."""
+
+LOOK_AGAIN_SECONDS = 1.0
+"""How often a request that waits for its turn to have room made looks whether its model has come meanwhile."""
 
 LOAD_GRACE_SECONDS = 3.0
 """How long after being told to load a model the router may still call it unloaded."""
@@ -151,24 +154,66 @@ class RouterTracker:
         self._uses[model] = self._clock()
         if model in self._loaded:
             return
-        async with self._making_room:
-            if not await self._room_lock.acquire(max(deadline - self._clock(), 0.001)):
-                raise NoTurnError("another worker makes room")
+        if not await self._is_there(model) and await self._turn(model, deadline, abandoned):
             try:
-                while not await self._loaded_now(model, deadline):
+                again = False
+                while not await self._loaded_now(model, deadline, again):
+                    again = True
                     if abandoned():
                         return
             finally:
                 self._room_lock.release()
+                self._making_room.release()
+        if abandoned():
+            return
         self._loaded.add(model)
         self._uses[model] = self._clock()
+
+    async def _turn(self, model: str, deadline: float, abandoned: Callable[[], bool]) -> bool:
+        """Wait for the turn to make room. Returns False when it is not needed any more.
+
+        The caller holds a slot of the model, so whoever makes room must not be waited for when the model is there:
+        it may be waiting for that very slot.
+        """
+        turn = asyncio.ensure_future(self._both_locks(deadline))
+        try:
+            while not turn.done():
+                await asyncio.wait({turn}, timeout=LOOK_AGAIN_SECONDS)
+                if not turn.done() and (abandoned() or await self._is_there(model)):
+                    return False
+        finally:
+            if not turn.done():
+                turn.cancel()
+                await asyncio.wait({turn})
+                if not turn.cancelled() and turn.exception() is None:
+                    self._room_lock.release()
+                    self._making_room.release()
+        return turn.result()
+
+    async def _both_locks(self, deadline: float) -> bool:
+        try:
+            await asyncio.wait_for(self._making_room.acquire(), max(deadline - self._clock(), 0.001))
+        except asyncio.TimeoutError:
+            raise NoTurnError("another request has room made") from None
+        held = False
+        try:
+            held = await self._room_lock.acquire(max(deadline - self._clock(), 0.001))
+        finally:
+            if not held:
+                self._making_room.release()
+        if not held:
+            raise NoTurnError("another worker makes room")
+        return True
+
+    async def _is_there(self, model: str) -> bool:
+        return any(known.name == model and _is_there(known.status) for known in await self.server.models())
 
     def lost(self, model: str) -> None:
         """The model was found unloaded: read the truth before the next request."""
         self._loaded.discard(model)
 
-    async def _loaded_now(self, model: str, deadline: float) -> bool:
-        """One step on the way: whether the model is loaded now."""
+    async def _loaded_now(self, model: str, deadline: float, again: bool = False) -> bool:
+        """One step on the way (`again`: not the first): whether the model is loaded now."""
         models = {known.name: known for known in await self.server.models()}
         self._loaded &= {name for name, known in models.items() if _is_there(known.status)}
         wanted = models.get(model)
@@ -182,42 +227,59 @@ class RouterTracker:
             await self._until(model, lambda status: status != wanted.status, LOAD_SECONDS)
             return False
         running = [known for known in models.values() if known.status != "unloaded"]
-        if self.limit and len(running) >= self.limit:
-            await self._make_room(running, deadline)
-            if self._can_unload:
-                return False
-        report.info("%s load %s", self.server.shown, report.shown(model))
+        taken: list[tuple[str, Vacated]] = []
         try:
-            await self.server.load(model)
-        except LlamaServerError as error:
-            if error.status != 400:  # 400: it is running already
-                raise
-        status = await self._until(model, _is_there, LOAD_SECONDS, grace=LOAD_GRACE_SECONDS)
-        if not _is_there(status):
-            raise LlamaServerError("refused", "the router could not load the model")
-        return True
+            if self.limit and len(running) >= self.limit:
+                taken = await self._make_room(running, deadline, again)
+                if self._can_unload:
+                    return False
+            report.info("%s load %s", self.server.shown, report.shown(model))
+            try:
+                await self.server.load(model)
+            except LlamaServerError as error:
+                if error.status != 400:  # 400: it is running already
+                    raise
+            status = await self._until(model, _is_there, LOAD_SECONDS, grace=LOAD_GRACE_SECONDS)
+            if not _is_there(status):
+                raise LlamaServerError("refused", "the router could not load the model")
+            if taken:
+                models = {known.name: known for known in await self.server.models()}
+                self._loaded &= {name for name, known in models.items() if _is_there(known.status)}
+            return True
+        finally:
+            for name, vacated in taken:
+                vacated.end(gone=name in models and models[name].status == "unloaded")
 
-    async def _make_room(self, running: list[RouterModel], deadline: float) -> None:
-        """Save and unload one model; or return for another look after a while."""
+    async def _make_room(self, running: list[RouterModel], deadline: float, again: bool) -> list[tuple[str, Vacated]]:
+        """Save and unload one model; or return for another look after a while.
+
+        Returns:
+            the slots of a router that cannot unload, to be given back when it has chosen.
+        """
         busy = [name for name, switcher in self._switchers.items() if switcher.leased()]
         candidates = next_to_go(running, self._uses, busy)
         if not self._can_unload:
+            taken = []
             for candidate in candidates:  # in the order of use, so that it stays the same: each save is a use
                 if candidate.name not in busy:
-                    await self.switcher(candidate.name).vacate(0.0)
-            return
+                    vacated = await self.switcher(candidate.name).vacate(0.0)
+                    if vacated is not None:
+                        taken.append((candidate.name, vacated))
+            return taken
         for candidate in candidates:
-            if candidate.name not in busy and await self._unloaded(candidate.name, 0.0):
-                return
-        ours = [candidate for candidate in candidates if candidate.name in busy]
-        wait = max(min(VICTIM_SECONDS, deadline - self._clock()), 0.0)
-        if not (ours and await self._unloaded(ours[0].name, wait)):
-            await asyncio.sleep(min(POLL_MOST_SECONDS / 2, max(deadline - self._clock(), 0.0)))
+            if candidate.name not in busy and await self._unloaded(candidate, 0.0):
+                return []
+        for candidate in candidates:
+            wait = max(min(VICTIM_SECONDS, deadline - self._clock()), 0.0)
+            if await self._unloaded(candidate, wait, first=again):
+                return []
+        await asyncio.sleep(min(BUSY_SECONDS, max(deadline - self._clock(), 0.0)))
+        return []
 
-    async def _unloaded(self, model: str, wait: float) -> bool:
+    async def _unloaded(self, victim: RouterModel, wait: float, first: bool = False) -> bool:
         """Take the slots of a model (within `wait` seconds), save them, unload it. Returns whether it is gone."""
-        switcher = self.switcher(model)
-        vacated = await switcher.vacate(wait)
+        model = victim.name
+        vacated = await self.switcher(model).vacate(wait, first=first, asleep=victim.status == "sleeping")
         if vacated is None:
             return False
         gone = False

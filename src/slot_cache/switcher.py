@@ -290,14 +290,17 @@ class SlotSwitcher:
 
     # the queue
 
-    async def _take(self, slot: _Slot, lease: Lease, queue_seconds: float) -> None:
+    async def _take(self, slot: _Slot, lease: Lease, queue_seconds: float, first: bool = False) -> None:
         if slot.lease is None:
             self._grant(slot, lease)
             return
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         entry = (turn, lease)
-        slot.waiters.append(entry)
+        if first:
+            slot.waiters.appendleft(entry)
+        else:
+            slot.waiters.append(entry)
         timer = loop.call_later(queue_seconds, _expire, turn, "the slot did not become free")
         self._watch(slot)
         try:
@@ -648,11 +651,16 @@ class SlotSwitcher:
         """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
         pauses = iter(BUSY_PAUSES)
         for number in range(SETTLE_LOOKS):
-            reading = None
+            reading, gone = None, False
             with contextlib.suppress(LlamaServerError):  # once is nothing: a batch of another slot's prompt may be long
-                reading = await self._look(slot.number)
+                gone = self._host is not None and not await self._host.loaded()
+                if not gone:
+                    reading = await self._look(slot.number)
             if slot.epoch != epoch:
                 return
+            if gone:
+                slot.resident = None  # to look would load it
+                break
             if reading is not None and not reading.processing:
                 self._judge(slot, reading)
                 slot.perhaps_busy = False
@@ -711,11 +719,13 @@ class SlotSwitcher:
         if not self._hand_on(slot):
             self._task(self._let_go(slot, slot.epoch))
 
-    async def vacate(self, wait: float) -> Vacated | None:
+    async def vacate(self, wait: float, *, first: bool = False, asleep: bool = False) -> Vacated | None:
         """Take every slot of the server at once and save what is dirty: its model is about to be unloaded.
 
         Args:
             wait: seconds to wait for requests of ours, in turn; 0: take what is free now.
+            first: be the next in turn: it has waited before.
+            asleep: the model sleeps, its slots are empty; it is not asked, for that would wake it.
 
         Returns:
             the slots; `end` must be called. None if one is in use, by us, by another worker or by somebody else.
@@ -724,21 +734,18 @@ class SlotSwitcher:
             LlamaServerError: the server does not answer. Nothing is held then.
         """
         rows = await self._index.call(self._index.index.slots, self.name)
-        numbers = sorted({*self._slots, *(row.slot for row in rows)})
+        numbers = {*self._slots, *(row.slot for row in rows)}
+        if not asleep:  # another worker may have taken one of which nothing is written down yet
+            numbers |= {reading.id for reading in await self._readings()}
         taken: list[_Slot] = []
         done = False
         try:
-            for number in numbers:
+            for number in sorted(numbers):
                 slot = self._slot(number)
-                if not await self._hold(slot, wait):
+                if not await self._hold(slot, wait, first):
                     return None
                 taken.append(slot)
-            try:
-                readings = {reading.id: reading for reading in await self.server.slots()}
-            except LlamaServerError as error:
-                if error.status != 400:
-                    raise
-                readings = {}  # it is unloaded already
+            readings = {} if asleep else {reading.id: reading for reading in await self._readings()}
             if any(reading.processing for reading in readings.values()):
                 return None
             for slot in taken:
@@ -750,7 +757,15 @@ class SlotSwitcher:
                 for slot in taken:
                     self._end_hold(slot)
 
-    async def _hold(self, slot: _Slot, wait: float) -> bool:
+    async def _readings(self) -> list[SlotReading]:
+        try:
+            return await self.server.slots()
+        except LlamaServerError as error:
+            if error.status != 400:
+                raise
+            return []  # it is unloaded already
+
+    async def _hold(self, slot: _Slot, wait: float, first: bool = False) -> bool:
         lease = Lease(self, slot, Want(None), slot.home, 0.0)
         if slot.lease is None:
             self._grant(slot, lease)
@@ -758,7 +773,7 @@ class SlotSwitcher:
             if wait <= 0:
                 return False
             try:
-                await self._take(slot, lease, wait)
+                await self._take(slot, lease, wait, first)
             except NoTurnError:
                 return False
         if slot.locked:
