@@ -28,7 +28,8 @@ class _Selector(selectors.DefaultSelector):
             return found
         if timeout is None:
             raise Stuck("nothing will ever happen again")
-        self.loop.now += timeout
+        scheduled = self.loop._scheduled  # type: ignore[attr-defined]
+        self.loop.now = max(self.loop.now + timeout, scheduled[0].when() if scheduled else 0.0)
         return found
 
 
