@@ -653,13 +653,16 @@ class SlotSwitcher:
         for number in range(SETTLE_LOOKS):
             reading, gone = None, False
             with contextlib.suppress(LlamaServerError):  # once is nothing: a batch of another slot's prompt may be long
-                gone = self._host is not None and not await self._host.loaded()
+                if self._host is not None:
+                    gone = not await self._host.loaded()
+                elif number:  # it may have fallen asleep since
+                    gone = await self.server.sleeping()
                 if not gone:
                     reading = await self._look(slot.number)
             if slot.epoch != epoch:
                 return
             if gone:
-                slot.resident = None  # to look would load it
+                slot.resident = None  # to look would load or wake it
                 break
             if reading is not None and not reading.processing:
                 self._judge(slot, reading)

@@ -34,7 +34,7 @@ from slot_cache.state import Ending, Outcome, Want
 from slot_cache.switcher import SlotSwitcher
 
 BASE_URL = "http://llama:8080"
-SECRET = "zqx"
+SECRET = "zqxjvkwy"
 """Every word of a client has it: it must not be found in the log, the index or a file's name."""
 
 QUEUE_SECONDS = 20.0
@@ -393,7 +393,8 @@ class World:
         """Start a client with a request."""
         client = Client(worker, session, route, vanishes=vanishes)
         messages = list(messages)
-        asked = Asked(tokenize(render(messages)), n_predict)
+        prompt = tokenize(render(messages))
+        asked = Asked(prompt, max(min(n_predict, self.fake.n_ctx - len(prompt)), 1))
         if session is not None:
             session.asked.append(asked)
         client.task = worker.spawn(lambda: self._ask(client, asked, owner, messages, stream, think))

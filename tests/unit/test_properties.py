@@ -316,12 +316,14 @@ def test_the_rules_hold_whatever_happens(tmp_path: Path, capsys: pytest.CaptureF
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get("SLOT_CACHE_EXAMPLES", "150")),
+            # always the same steps, that a test run says something of the code and not of luck; other ones when asked for
+            derandomize="SLOT_CACHE_EXAMPLES" not in os.environ,
+            database=None,
+            max_examples=int(os.environ.get("SLOT_CACHE_EXAMPLES", "60")),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
-            phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
-            print_blob=True,
+            phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,
         ),
     )
