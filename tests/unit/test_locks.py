@@ -343,7 +343,7 @@ async def test_many_that_wait_get_it_one_after_the_other(tmp_path: Path) -> None
         lock.release()
 
     await asyncio.gather(*(use(number) for number in range(30)))
-    assert not waiting_threads()
+    await until_async(lambda: not waiting_threads())
 
 
 def test_two_processes_take_turns(start: Callable[[], Other]) -> None:
