@@ -194,7 +194,7 @@ class Worker:
                 tag=route.tag,
                 route=route.name,
                 server=BASE_URL,
-                path=world.saves if world.visible else None,
+                path=world.saves,
                 max_files=world.max_files,
                 verify=world.verify,
                 min_tokens=MIN_TOKENS,
@@ -249,10 +249,7 @@ class World:
         verify: Any = "fast",
         clears_idle_slots: bool = False,
         latency: float = 0.0,
-        visible: bool = True,
-        reuse: Any = "dense",
     ) -> None:
-        self.visible = visible
         self.latency = latency
         self.loop = VirtualLoop()
         self.loop.is_dead = lambda context: (worker := context.get(CURRENT)) is not None and worker.dead
@@ -279,7 +276,6 @@ class World:
             switch_seconds=SWITCH,
             empty_file_crashes=True,
             damage_lasts=True,
-            reuse=reuse,
         )
         self.routes = [Route("smol", 0), Route("smol/2", 0), Route("big", slots - 1)]
         self.sessions = [
@@ -636,15 +632,13 @@ class World:
             raise Violation(f"a background task failed: {self.broken}")
 
     def _look_at_files(self) -> None:
-        there: dict[str, tuple[int, int, int]] = {}
+        there = {}
         for entry in os.scandir(self.saves):
             if SECRET in entry.name:
                 raise Violation(f"text in a file's name: {entry.name}")
             if entry.name.endswith(".bin"):
                 info = entry.stat()
                 there[entry.name.removesuffix(".bin")] = (info.st_mtime_ns, info.st_size, info.st_ino)
-        if not self.visible:  # what the server writes has its name at once: `_check_restore` must do
-            return
         for key, signature in there.items():
             before = self.good.get(key)
             if key not in self.by_key or (before is not None and before.signature == signature):
