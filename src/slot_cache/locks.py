@@ -2,7 +2,8 @@
 
 A lock is a file that the kernel frees when its process dies. A process that has to wait does so in the kernel, in a
 thread; nothing polls. Before the lock itself a process takes a turnstile, so that one that gives the lock up and wants
-it again at once comes after one that was waiting: two processes take turns.
+it again at once comes after one that was waiting: two processes take turns. Who holds the lock leaves a mark in its file:
+a process that finds its own mark there knows that nobody has had the lock since.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import portalocker
 
+_MARK_BYTES = 16
+
 
 class SlotLock:
     """A lock between processes. For one owner at a time within a process.
@@ -22,11 +25,17 @@ class SlotLock:
     Args:
         folder: where the lock's files are made; None for a lock that is always free.
         name: letters, digits, `_` and `-`.
+
+    Attributes:
+        unshared: while it is held: no other owner has had it since it was held here the last time.
     """
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self._paths = None if folder is None else (folder / f"{name}.turn", folder / f"{name}.lock")
         self._held: _Held | None = None
+        self._mark = os.urandom(_MARK_BYTES)
+        self._seen = b""
+        self.unshared = folder is None
 
     async def acquire(self, seconds: float) -> bool:
         """Wait for the lock, at most so long. Returns whether it is held now; without a folder it always is.
@@ -36,15 +45,36 @@ class SlotLock:
         """
         if self._paths is None:
             return True
-        self._held = _try(self._paths) or await _wait(self._paths, seconds)
-        return self._held is not None
+        return self._take(_try(self._paths) or await _wait(self._paths, seconds))
 
     def try_acquire(self) -> bool:
         """Take the lock if it is free. Microseconds. Raises OSError as `acquire` does."""
         if self._paths is None:
             return True
-        self._held = _try(self._paths)
-        return self._held is not None
+        return self._take(_try(self._paths))
+
+    def touched(self) -> bool:
+        """Whether another owner has had the lock, or has it, since it was held here. Microseconds; for one not held."""
+        if self._paths is None:
+            return False
+        try:
+            descriptor = os.open(self._paths[1], os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return self._seen != b""
+        try:
+            return os.pread(descriptor, _MARK_BYTES, 0) != self._seen
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+
+    def _take(self, held: _Held | None) -> bool:
+        self._held = held
+        if held is None:
+            return False
+        self.unshared = held.mark() == self._mark and self._seen == self._mark
+        self._seen = self._mark if self.unshared or held.leave(self._mark) else b""
+        return True
 
     def contended(self) -> bool:
         """Whether another process waits for the lock while it is held here. Microseconds."""
@@ -71,6 +101,20 @@ class _Held:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
+
+    def mark(self) -> bytes:
+        """What the last owner has left in the file; nothing where that cannot be read."""
+        try:
+            return os.pread(self._descriptor, _MARK_BYTES, 0) if self._descriptor is not None else b""
+        except OSError:
+            return b""
+
+    def leave(self, mark: bytes) -> bool:
+        """Leave a mark in the file. Returns whether it is there."""
+        try:
+            return self._descriptor is not None and os.pwrite(self._descriptor, mark, 0) == len(mark)
+        except OSError:
+            return False
 
     def free(self) -> None:
         descriptor, self._descriptor = self._descriptor, None

@@ -608,6 +608,8 @@ class SlotSwitcher:
         slot.lock.release()
 
     async def _read_up(self, slot: _Slot) -> None:
+        if slot.lock.unshared and slot.resident is not None and slot.resident.mark is not None:
+            return  # it is what we wrote down ourselves
         row = await self._index.call(self._index.index.slot, self.name, slot.number)
         known = slot.resident
         if row is None:

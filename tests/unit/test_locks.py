@@ -589,3 +589,45 @@ async def test_no_descriptor_is_left_open(lock: SlotLock, second: SlotLock) -> N
         second.release()
         await until_async(lambda: not waiting_threads())
     assert open_files() == before
+
+
+def test_an_owner_knows_that_nobody_has_had_the_lock_since(tmp_path: Path) -> None:
+    one, other = SlotLock(tmp_path, "slot"), SlotLock(tmp_path, "slot")
+    assert not one.touched()  # nobody has ever had it
+    known = []
+    for owner in (one, one, other, one, one, other, other):
+        assert owner.try_acquire()
+        known.append(owner.unshared)
+        owner.release()
+    assert known == [False, True, False, False, True, False, True]
+    assert one.touched()
+    assert not other.touched()
+
+
+def test_an_owner_that_has_the_lock_now_has_touched_it(tmp_path: Path) -> None:
+    one, other = SlotLock(tmp_path, "slot"), SlotLock(tmp_path, "slot")
+    assert one.try_acquire()
+    one.release()
+    assert other.try_acquire()
+    assert one.touched()
+    other.release()
+    assert one.touched()
+
+
+def test_a_mark_that_cannot_be_written_counts_as_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    lock = SlotLock(tmp_path, "slot")
+    monkeypatch.setattr("os.pwrite", full)
+    for _ in range(3):
+        assert lock.try_acquire()
+        assert not lock.unshared
+        lock.release()
+
+
+def test_without_a_folder_nobody_else_has_the_lock() -> None:
+    lock = SlotLock(None, "slot")
+    assert lock.try_acquire()
+    assert lock.unshared
+    assert not lock.touched()
