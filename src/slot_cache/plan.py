@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -97,3 +98,54 @@ def make_plan(
     if want.key is not None and saved is not None:
         return Plan(Outcome.RESTORED, save=save, restore=True, erase=erase)
     return Plan(Outcome.COLD, save=save, erase=erase)
+
+
+MOST_PASSES = 4
+"""So often at most may a waiter be passed by later ones."""
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """A slot that is free, as one request sees it.
+
+    Attributes:
+        number: the slot's.
+        shared: how many links of its chain the request shares with the cache there, if it continues it, else 0.
+        empty: nothing is in there.
+        score: what losing the cache there costs (`eviction.slot_score`).
+    """
+
+    number: int
+    shared: int = 0
+    empty: bool = False
+    score: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """0: it holds the conversation; 1: it is empty; 2: something would be lost."""
+        return 0 if self.shared else 1 if self.empty else 2
+
+
+def order_slots(free: Iterable[SlotView]) -> list[int]:
+    """The free slots, the best one for the request first: the one that holds its conversation, else an empty one, else
+    the one whose cache is cheapest to lose."""
+    return [view.number for view in sorted(free, key=lambda view: (view.rank, -view.shared, view.score, view.number))]
+
+
+@dataclass(frozen=True)
+class WaiterView:
+    """A request that waits: how often later ones have passed it, and whether the free slot holds its conversation."""
+
+    passed: int = 0
+    at_home: bool = False
+
+
+def choose_waiter(waiting: Sequence[WaiterView], most_passes: int = MOST_PASSES) -> int | None:
+    """Which of those that wait, in the order in which they came, has the free slot: the first one, or a later one whose
+    conversation is in there, while nobody before it has been passed `most_passes` times. None: nobody waits."""
+    for number, waiter in enumerate(waiting):
+        if waiter.at_home:
+            return number
+        if waiter.passed >= most_passes:
+            break
+    return 0 if waiting else None

@@ -67,6 +67,16 @@ class Prompt:
     spans: tuple[Span, ...]
 
     @property
+    def preamble(self) -> int:
+        """How many links the tools and system messages at its beginning take."""
+        total = 0
+        for span in self.spans:
+            if span.role not in ("tools", "system"):
+                break
+            total += span.blocks
+        return total
+
+    @property
     def chain(self) -> tuple[bytes, ...]:
         """The links."""
         return tuple(_link(self.packed, number) for number in range(len(self.packed) // _LINK_BYTES))
@@ -101,10 +111,11 @@ def fingerprint(request: Mapping[str, Any]) -> Prompt:
 
 def shared_blocks(one: Prompt, other: Prompt) -> int:
     """How many leading blocks two prompts share."""
-    return _shared(one.packed, other.packed)
+    return shared_links(one.packed, other.packed)
 
 
-def _shared(one: bytes, other: bytes) -> int:
+def shared_links(one: bytes, other: bytes) -> int:
+    """How many leading links two packed chains share. Takes microseconds."""
     low, high = 0, min(len(one), len(other)) // _LINK_BYTES
     while low < high:  # a link covers all before it: those that are equal come first
         middle = (low + high + 1) // 2
@@ -115,10 +126,15 @@ def _shared(one: bytes, other: bytes) -> int:
     return low
 
 
+def links(packed: bytes) -> int:
+    """How many links a packed chain has."""
+    return len(packed) // _LINK_BYTES
+
+
 def shared_part(packed: bytes, other: bytes) -> float:
     """The share of the blocks of one packed chain that another one begins with; 1.0 for an empty one."""
-    total = len(packed) // _LINK_BYTES
-    return _shared(packed, other) / total if total else 1.0
+    total = links(packed)
+    return shared_links(packed, other) / total if total else 1.0
 
 
 def _link(packed: bytes, number: int) -> bytes:

@@ -11,6 +11,8 @@ class Outcome(str, Enum):
 
     RESIDENT = "resident"
     RESTORED = "restored"
+    DONOR = "donor"
+    """Another conversation's cache held the beginning of the prompt."""
     COLD = "cold"
     UNMANAGED = "unmanaged"
 
@@ -68,6 +70,7 @@ class Resident:
         model: the fingerprint of the model it belongs to, "" where that was not asked.
         boot: the server's process it was computed in, "" where the server does not tell.
         chain: the fingerprint of its prompt, packed.
+        session: the key that its session's first cache has, None for a conversation without a session.
     """
 
     key: str | None
@@ -82,6 +85,7 @@ class Resident:
     model: str = ""
     boot: str = ""
     chain: bytes = b""
+    session: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,24 @@ class Want:
     """What a request wants of a slot.
 
     Attributes:
-        key: the cache it would continue, None for a request without a session.
+        key: the cache it continues; None: not known, its prompt and its session tell.
         owner: as in `Resident`.
         apart: it must not see tokens of another owner.
-        chain: the fingerprint of its prompt, packed.
+        chain: the fingerprint of its prompt, packed; empty: not known.
+        session: the key of its session's first cache, None for a request without a session.
+        preamble: how many links of the chain are tools and system messages, which many conversations share.
+        tag: the beginning of the keys of its route.
     """
 
     key: str | None
     owner: str = ""
     apart: bool = True
     chain: bytes = b""
+    session: str | None = None
+    preamble: int = 0
+    tag: str = ""
+
+    @property
+    def knows_itself(self) -> bool:
+        """Whether there is anything to tell its conversation by."""
+        return self.key is not None or self.session is not None or bool(self.chain)
