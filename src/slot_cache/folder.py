@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from slot_cache import checksum
-from slot_cache.eviction import CacheFile, files_to_drop, over_alone
+from slot_cache.eviction import CacheFile, Policy, files_to_drop, over_alone
 from slot_cache.index import CacheRow, IndexThread
-from slot_cache.state import Saved
+from slot_cache.matching import Known, continues
+from slot_cache.state import Saved, Want
 
 SAFE_KEY = re.compile(r"[A-Za-z0-9_-]{1,120}")
 
@@ -77,6 +78,7 @@ class CacheFolder:
         max_bytes: the most bytes, 0 for no limit.
         verify: `full` reads every file whole before it is restored, `fast` only where that is cheap.
         min_tokens: a cache with fewer is not worth a file.
+        evict: which file goes first when a limit is passed: `cost`, the one that saves least, or `lru`.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class CacheFolder:
         max_bytes: int = 0,
         verify: Literal["full", "fast"] = "fast",
         min_tokens: int = 64,
+        evict: Policy = "cost",
     ) -> None:
         self.index = index
         self.tag = tag
@@ -101,6 +104,10 @@ class CacheFolder:
         self.max_bytes = max_bytes
         self.verify = verify
         self.min_tokens = min_tokens
+        self.evict = evict
+        self._changes = -1
+        self._known: dict[str, list[Known]] = {}
+        self._by_session: dict[str | None, list[Known]] = {}
         self._swept = float("-inf")
         self._proved = False
         self._saving: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -157,6 +164,31 @@ class CacheFolder:
             await self.index.call(self.index.index.put_cache, row)
         return Lookup(_saved(row)) if row.model == model else Lookup(problem="other model")
 
+    async def known(self, model: str) -> list[Known]:
+        """What is saved of the route by `model`, as the index knows it; the files are not looked at."""
+        changes = await self.index.call(self.index.index.changes)
+        if changes < 0 or changes != self._changes:
+            rows = await self.index.call(self.index.index.caches_of, self.id, self.tag)
+            known: dict[str, list[Known]] = {}
+            for row in rows:
+                known.setdefault(row.model, []).append(
+                    Known(row.key, row.session, row.owner, row.chain, row.tokens, row.size, row.used)
+                )
+            self._known, self._changes = known, changes
+            self._by_session = {}
+            for caches in known.values():
+                for cache in caches:
+                    self._by_session.setdefault(cache.session, []).append(cache)
+        return self._known.get(model, [])
+
+    def knows_better(self, want: Want, key: str, shared: int) -> bool:
+        """Whether another cache than `key` was known lately of which a request continues more than `shared` links. Looks at
+        nothing but memory."""
+        return any(
+            cache.key != key and continues(want, cache.session, cache.owner, cache.chain) > shared
+            for cache in self._by_session.get(want.session, ())
+        )
+
     async def _rows(self, key: str) -> list[CacheRow]:
         return await self.index.call(self.index.index.cache, self.id, key)
 
@@ -170,7 +202,18 @@ class CacheFolder:
             return None
         return next((row for row in rows if fits(row, sums)), None)
 
-    async def commit(self, key: str, tokens: int, size: int, model: str, chain: bytes, seconds: float) -> None:
+    async def commit(
+        self,
+        key: str,
+        tokens: int,
+        size: int,
+        model: str,
+        chain: bytes,
+        seconds: float,
+        *,
+        session: str | None = None,
+        owner: str | None = None,
+    ) -> None:
         """Take a save that the server has answered as good: from now on it is the saved cache of `key`.
 
         Whenever the process may die here, the file that has the name is one that the index can tell is good.
@@ -182,6 +225,8 @@ class CacheFolder:
             model: the fingerprint of the model.
             chain: the packed fingerprint of the prompt.
             seconds: the prefill it stands for, 0 if not known.
+            session: the key of its session's first cache, None for a conversation without a session.
+            owner: the LiteLLM key that its tokens belong to, None if not known.
 
         Raises:
             NotTheFolderError: the file is not there, nor was that of any save before.
@@ -206,6 +251,8 @@ class CacheFolder:
             used=now,
             uses=uses,
             seconds=seconds,
+            session=session,
+            owner=owner,
         )
         if self.path is not None:
             part, name = self.path / self.name_to_save(key), self.path / self.saved_name(key)
@@ -258,15 +305,15 @@ class CacheFolder:
         if self.path is None:
             return []
         files = await asyncio.to_thread(list_files, self.path, self.tag)
-        used = {row.key: row.used for row in await self.index.call(self.index.index.caches) if row.folder == self.id}
-        return [replace(file, used=max(file.used, used.get(file.key, 0.0))) for file in files]
+        rows = {row.key: row for row in await self.index.call(self.index.index.caches_of, self.id, self.tag)}
+        return [_told(file, rows.get(file.key)) for file in files]
 
     async def enforce_limits(self, protected: Collection[str]) -> Enforced:
-        """Delete the files used longest ago until both limits hold, but never one of the keys in `protected`."""
+        """Delete files, the one cheapest to lose first, until both limits hold, but never one of the keys in `protected`."""
         if self.path is None or not (self.max_files or self.max_bytes):
             return Enforced()
         files = await self.files()
-        drop = files_to_drop(files, self.max_files, self.max_bytes, protected)
+        drop = files_to_drop(files, self.max_files, self.max_bytes, protected, policy=self.evict, now=time.time())
         dropped = [file for file in drop if await self.forget(file.key)]
         return Enforced(tuple(dropped), over_alone(files, self.max_bytes))
 
@@ -328,6 +375,13 @@ def list_files(folder: Path, tag: str | None) -> list[CacheFile]:
                     info = entry.stat(follow_symlinks=False)
                     found.append(CacheFile(entry.name[: -len(".bin")], info.st_size, info.st_mtime))
     return found
+
+
+def _told(file: CacheFile, row: CacheRow | None) -> CacheFile:
+    if row is None:
+        return file
+    used = max(file.used, row.used)
+    return replace(file, used=used, tokens=row.tokens, seconds=row.seconds, uses=row.uses)
 
 
 def _saved(row: CacheRow) -> Saved:

@@ -37,8 +37,8 @@ TOKEN = "slot_cache_request"
 TURNS = 20_000
 """How many requests are remembered at most; ended ones go first."""
 
-PROMPTS = 2_000
-"""Of how many sessions the fingerprint of the last prompt is kept."""
+PROMPTS = 4_000
+"""Of how many conversations and sessions the fingerprint of the last prompt is kept."""
 
 INLINE_CHARS = 20_000
 """A prompt with more characters is hashed in a thread; one with as many takes about 0.1 ms."""
@@ -59,9 +59,11 @@ class _Turn:
     outcome: Outcome = Outcome.UNMANAGED
     why: str = ""
     waited: float = 0.0
-    key: str | None = None
-    chain: bytes = b""
-    prompt: str = ""
+    prompt: Prompt | None = None
+    asked: str | None = None
+    """the conversation that the prompt was last read for"""
+    difference: str = ""
+    """where the prompt parts from the last one of its conversation, in words"""
     usage: tuple[int, int] | None = None
     """tokens reused and computed"""
     busy: bool = False
@@ -259,9 +261,8 @@ class SlotCacheHook(CustomLogger):
 
     async def _take_slot(self, turn: _Turn, settings: Settings, kwargs: Mapping[str, Any]) -> None:
         request = turn.request
-        if turn.key != request.key:  # not another attempt at the same
-            turn.key = request.key
-            turn.chain, turn.prompt = await self._compare(request.key, kwargs)
+        if turn.prompt is None:  # another attempt at the same has it already
+            turn.prompt = await _fingerprint(kwargs)
         index = await self._open_index(settings)
         try:
             switcher = await self._switcher_of(request, settings, index)
@@ -269,14 +270,24 @@ class SlotCacheHook(CustomLogger):
             self._once.warn(("router", request.base_url, error.fault), "%s: %s", shown_url(request.base_url), error)
             turn.why = str(error)
             return
+        want = Want(
+            None,
+            request.owner,
+            apart=settings.scope == "key",
+            chain=turn.prompt.packed,
+            session=request.key,
+            preamble=turn.prompt.preamble,
+            tag=request.tag,
+        )
         lease = turn.lease = await switcher.acquire(
-            settings.slot,
-            Want(request.key, request.owner, apart=settings.scope == "key", chain=turn.chain),
+            settings.which_slots,
+            want,
             self._folder_of(request, settings, index),
             queue_seconds=settings.queue_seconds,
             idle_seconds=settings.save_idle_seconds,
         )
         turn.outcome, turn.why, turn.waited = lease.granted.outcome, lease.granted.why, lease.waited
+        self._compare(turn, lease.key)
 
     def _end(self, turn: _Turn, ending: Ending) -> None:
         """The attempt has ended: give the slot back. A plain call, safe in a `finally` that may not await."""
@@ -298,13 +309,15 @@ class SlotCacheHook(CustomLogger):
         reused, computed = turn.usage if turn.usage is not None else ("-", "-")
         report.info(
             "request %s: %s%s, reused %s, computed %s, waited %.3f s%s",
-            turn.request.key or f"{turn.request.tag} (no session)",
+            (turn.lease.key if turn.lease is not None else None)
+            or turn.request.key
+            or f"{turn.request.tag} (no session)",
             turn.outcome.value,
             f" ({turn.why})" if turn.why else "",
             reused,
             computed,
             turn.waited,
-            f"; {turn.prompt}" if turn.prompt else "",
+            f"; {turn.difference}" if turn.difference else "",
         )
         if self._loop is not None and not self._loop.is_closed():
             # later hooks of the same request still find it for a while
@@ -435,29 +448,37 @@ class SlotCacheHook(CustomLogger):
                 max_bytes=settings.max_bytes,
                 verify=settings.verify,
                 min_tokens=settings.min_tokens,
+                evict=settings.evict,
             )
             while len(self._folders) > PROMPTS:
                 self._folders.popitem(last=False)
         self._folders.move_to_end(where)
         return folder
 
-    async def _compare(self, key: str | None, kwargs: Mapping[str, Any]) -> tuple[bytes, str]:
-        """The prompt's fingerprint, packed, and where it differs from the last one of its session ("" for a session's first)."""
-        if key is None:
-            return b"", ""
-        asked = {name: kwargs[name] for name in _PROMPT_FIELDS if kwargs.get(name) is not None}
-        if _rough_size(asked) <= INLINE_CHARS:
-            prompt = fingerprint(asked)
-        else:
-            prompt = await asyncio.to_thread(fingerprint, asked)
-        last = self._prompts.pop(key, None)
-        self._prompts[key] = prompt
+    def _compare(self, turn: _Turn, key: str | None) -> None:
+        """Note where the prompt differs from the last one of its conversation, or, where it begins one, of its session."""
+        if key is None or turn.prompt is None or turn.asked == key:
+            return
+        turn.asked, session = key, f"session {turn.request.key}"
+        last = self._prompts.get(key)
+        if last is None and turn.request.key is not None:
+            last = self._prompts.get(session)
+        for name in (key, session):
+            self._prompts.pop(name, None)
+            self._prompts[name] = turn.prompt
         while len(self._prompts) > PROMPTS:
             self._prompts.popitem(last=False)
-        return prompt.packed, "" if last is None else tell_difference(last, prompt)
+        turn.difference = "" if last is None else tell_difference(last, turn.prompt)
 
 
 _PROMPT_FIELDS = ("messages", "system", "instructions", "input", "prompt", "tools")
+
+
+async def _fingerprint(kwargs: Mapping[str, Any]) -> Prompt:
+    asked = {name: kwargs[name] for name in _PROMPT_FIELDS if kwargs.get(name) is not None}
+    if _rough_size(asked) <= INLINE_CHARS:
+        return fingerprint(asked)
+    return await asyncio.to_thread(fingerprint, asked)
 
 
 def _rough_size(asked: object, depth: int = 0) -> int:

@@ -23,7 +23,7 @@ import portalocker
 
 from slot_cache import report
 
-SCHEMA = 1
+SCHEMA = 2
 BUSY_SECONDS = 0.5
 """How long a call waits for another process that writes. A write takes well below a millisecond."""
 
@@ -47,6 +47,8 @@ class CacheRow:
         uses: how often it was restored.
         seconds: prefill it stands for, 0 if not known.
         pending: a save that has been checked and is about to get this name; the file is this row or that.
+        session: the key of its session's first cache, None for a conversation without a session.
+        owner: the LiteLLM key that its tokens belong to, None if not known.
     """
 
     folder: str
@@ -63,6 +65,8 @@ class CacheRow:
     uses: int = 0
     seconds: float = 0.0
     pending: bool = False
+    session: str | None = None
+    owner: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class SlotRow:
         dirty, whole, saved_tokens: as in `slot_cache.state.Resident`.
         model, boot: of the server that computed it, "" if not known.
         chain: the prompt's fingerprint.
+        session: as in `CacheRow`.
     """
 
     server: str
@@ -95,6 +100,7 @@ class SlotRow:
     model: str = ""
     boot: str = ""
     chain: bytes = b""
+    session: str | None = None
 
 
 class Index(ABC):
@@ -107,6 +113,14 @@ class Index(ABC):
     @abstractmethod
     def caches(self) -> list[CacheRow]:
         """Every saved cache, with pending rows."""
+
+    @abstractmethod
+    def changes(self) -> int:
+        """A number that is another one when a cache was added or dropped since."""
+
+    @abstractmethod
+    def caches_of(self, folder: str, tag: str) -> list[CacheRow]:
+        """Every saved cache of a route, without pending rows."""
 
     @abstractmethod
     def put_cache(self, row: CacheRow) -> bool:
@@ -151,6 +165,7 @@ class MemoryIndex(Index):
     def __init__(self) -> None:
         self._caches: dict[tuple[str, str], list[CacheRow]] = {}
         self._slots: dict[tuple[str, int], SlotRow] = {}
+        self._changes = 0
 
     def cache(self, folder: str, key: str) -> list[CacheRow]:
         return list(self._caches.get((folder, key), ()))
@@ -158,7 +173,16 @@ class MemoryIndex(Index):
     def caches(self) -> list[CacheRow]:
         return [row for rows in self._caches.values() for row in rows]
 
+    def changes(self) -> int:
+        return self._changes
+
+    def caches_of(self, folder: str, tag: str) -> list[CacheRow]:
+        return [
+            row for row in self.caches() if row.folder == folder and row.key.startswith(f"{tag}_") and not row.pending
+        ]
+
     def put_cache(self, row: CacheRow) -> bool:
+        self._changes += 1
         kept = [old for old in self._caches.get((row.folder, row.key), ()) if not old.pending] if row.pending else []
         self._caches[row.folder, row.key] = [*kept, row]
         return True
@@ -168,6 +192,7 @@ class MemoryIndex(Index):
         rows[:] = [replace(row, used=when, uses=row.uses + 1) for row in rows]
 
     def drop_cache(self, folder: str, key: str) -> None:
+        self._changes += 1
         self._caches.pop((folder, key), None)
 
     def slot(self, server: str, slot: int) -> SlotRow | None:
@@ -192,20 +217,36 @@ _SLOT_FIELDS = [field.name for field in fields(SlotRow)]
 
 _MIGRATIONS = [
     # 0 -> 1
-    """
-    CREATE TABLE caches (
-        folder TEXT NOT NULL, key TEXT NOT NULL, route TEXT NOT NULL, model TEXT NOT NULL,
-        tokens INTEGER NOT NULL, size INTEGER NOT NULL, checksum TEXT NOT NULL, sample TEXT NOT NULL,
-        chain BLOB NOT NULL, created REAL NOT NULL, used REAL NOT NULL, uses INTEGER NOT NULL, seconds REAL NOT NULL,
-        pending INTEGER NOT NULL, PRIMARY KEY (folder, key, pending)
-    ) WITHOUT ROWID;
-    CREATE TABLE slots (
-        server TEXT NOT NULL, slot INTEGER NOT NULL, key TEXT, owner TEXT, folder TEXT NOT NULL, route TEXT NOT NULL,
-        task INTEGER NOT NULL, tokens INTEGER NOT NULL, dirty INTEGER NOT NULL, whole INTEGER NOT NULL,
-        saved_tokens INTEGER NOT NULL, model TEXT NOT NULL, boot TEXT NOT NULL, chain BLOB NOT NULL,
-        PRIMARY KEY (server, slot)
-    ) WITHOUT ROWID;
-    """,
+    [
+        """
+        CREATE TABLE caches (
+            folder TEXT NOT NULL, key TEXT NOT NULL, route TEXT NOT NULL, model TEXT NOT NULL,
+            tokens INTEGER NOT NULL, size INTEGER NOT NULL, checksum TEXT NOT NULL, sample TEXT NOT NULL,
+            chain BLOB NOT NULL, created REAL NOT NULL, used REAL NOT NULL, uses INTEGER NOT NULL,
+            seconds REAL NOT NULL, pending INTEGER NOT NULL, PRIMARY KEY (folder, key, pending)
+        ) WITHOUT ROWID
+        """,
+        """
+        CREATE TABLE slots (
+            server TEXT NOT NULL, slot INTEGER NOT NULL, key TEXT, owner TEXT, folder TEXT NOT NULL, route TEXT NOT NULL,
+            task INTEGER NOT NULL, tokens INTEGER NOT NULL, dirty INTEGER NOT NULL, whole INTEGER NOT NULL,
+            saved_tokens INTEGER NOT NULL, model TEXT NOT NULL, boot TEXT NOT NULL, chain BLOB NOT NULL,
+            PRIMARY KEY (server, slot)
+        ) WITHOUT ROWID
+        """,
+    ],
+    # 1 -> 2: several conversations of a session; until then each session had one, whose key was its own
+    [
+        "ALTER TABLE caches ADD COLUMN session TEXT",
+        "ALTER TABLE caches ADD COLUMN owner TEXT",
+        "ALTER TABLE slots ADD COLUMN session TEXT",
+        "UPDATE caches SET session = key",
+        "UPDATE slots SET session = key",
+        "CREATE TABLE changes (number INTEGER NOT NULL)",
+        "INSERT INTO changes VALUES (0)",
+        "CREATE TRIGGER cache_added AFTER INSERT ON caches BEGIN UPDATE changes SET number = number + 1; END",
+        "CREATE TRIGGER cache_dropped AFTER DELETE ON caches BEGIN UPDATE changes SET number = number + 1; END",
+    ],
 ]
 
 
@@ -243,6 +284,19 @@ class SqliteIndex(Index):
 
     def caches(self) -> list[CacheRow]:
         return [_cache_row(row) for row in self._read("SELECT * FROM caches ORDER BY folder, key, pending")]
+
+    def changes(self) -> int:
+        rows = self._read("SELECT number FROM changes")
+        return int(rows[0][0]) if rows else -1
+
+    def caches_of(self, folder: str, tag: str) -> list[CacheRow]:
+        rows = self._read(
+            "SELECT * FROM caches WHERE folder = ? AND key > ? AND key < ? AND NOT pending",
+            folder,
+            f"{tag}_",
+            f"{tag}`",  # the character after _
+        )
+        return [_cache_row(row) for row in rows]
 
     def put_cache(self, row: CacheRow) -> bool:
         values = [getattr(row, name) for name in _CACHE_FIELDS]
@@ -413,10 +467,9 @@ def _migrate(db: sqlite3.Connection) -> None:
     db.execute("BEGIN IMMEDIATE")
     try:
         version = db.execute("PRAGMA user_version").fetchone()[0]  # another process may have been faster
-        for number in range(version, SCHEMA):
-            for statement in _MIGRATIONS[number].split(";"):
-                if statement.strip():
-                    db.execute(statement)
+        for statements in _MIGRATIONS[version:SCHEMA]:
+            for statement in statements:
+                db.execute(statement)
         db.execute(f"PRAGMA user_version = {SCHEMA}")
         db.execute("COMMIT")
     except BaseException:

@@ -112,18 +112,20 @@ class SlotView:
         number: the slot's.
         shared: how many links of its chain the request shares with the cache there, if it continues it, else 0.
         empty: nothing is in there.
+        busy: somebody else's request was seen in it.
         score: what losing the cache there costs (`eviction.slot_score`).
     """
 
     number: int
     shared: int = 0
     empty: bool = False
+    busy: bool = False
     score: float = 0.0
 
     @property
     def rank(self) -> int:
-        """0: it holds the conversation; 1: it is empty; 2: something would be lost."""
-        return 0 if self.shared else 1 if self.empty else 2
+        """0: it holds the conversation; 1: it is empty; 2: something would be lost; 3: it must be waited for."""
+        return 3 if self.busy else 0 if self.shared else 1 if self.empty else 2
 
 
 def order_slots(free: Iterable[SlotView]) -> list[int]:

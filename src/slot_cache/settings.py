@@ -39,6 +39,15 @@ def _header_names(value: object) -> object:
     raise ValueError("no list of header names")
 
 
+def _auto_or_number(value: object) -> object:
+    if value == "auto":
+        return value
+    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+        return number
+    raise ValueError("neither auto nor a number")
+
+
 _Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
 _Folder = Annotated[Path, BeforeValidator(_folder)]
 _Number = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
@@ -48,7 +57,8 @@ class Settings(BaseModel):
     """The options of one route, each optional.
 
     Attributes:
-        slot: the id of the slot of llama-server that the route's conversations share.
+        slots: how many of the server's slots the route's conversations share: `auto` for all it has, or the first so many.
+        slot: the id of the one slot that they share, in place of `slots`.
         model: the name by which the server knows the model, where it is not the one in the request.
         save_path: the server's --slot-save-path as this process sees it. Without it files are never looked at,
             renamed or deleted, and the limits cannot be kept.
@@ -61,6 +71,8 @@ class Settings(BaseModel):
         queue_seconds: how long a request waits for the slot before it goes on without one.
         scope: `key` keeps the caches of different LiteLLM keys apart, `shared` does not.
         min_tokens: a cache with fewer tokens is not worth a file.
+        evict: which file goes first when a limit is passed: `cost`, the one that saves least prefill per byte by recency
+            and use, or `lru`, the one used longest ago.
         verify: how a file is checked before it is restored: `full` reads all of it, `fast` reads all of it only where
             that is cheap, else its head, its tail and samples between.
         state_dir: the folder of the index and the locks that the workers share; it should be on a local disk. The
@@ -70,7 +82,10 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    slot: _Count = Field(default=0, description="a whole number, 0 or more")
+    slots: Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_number)] = Field(
+        default="auto", description="auto, or a whole number, 1 or more"
+    )
+    slot: _Count | None = Field(default=None, description="a whole number, 0 or more")
     model: str | None = Field(default=None, min_length=1, description="a model name")
     save_path: _Folder | None = Field(default=None, description="a folder, as a path")
     max_files: _Count = Field(default=0, description="a whole number, 0 (no limit) or more")
@@ -85,11 +100,19 @@ class Settings(BaseModel):
     )
     scope: Literal["key", "shared"] = Field(default="key", description="key or shared")
     min_tokens: _Count = Field(default=64, description="a whole number of tokens, 0 or more")
+    evict: Literal["cost", "lru"] = Field(default="cost", description="cost or lru")
     verify: Literal["full", "fast"] = Field(default="fast", description="full or fast")
     state_dir: _Folder | None = Field(default=None, description="a folder, as a path")
     session_headers: Annotated[tuple[str, ...], BeforeValidator(_header_names)] = Field(
         default=SESSION_HEADERS, description="a list of header names"
     )
+
+    @property
+    def which_slots(self) -> int | range | None:
+        """The slots of the route: one, the first so many, or (None) all there are."""
+        if self.slot is not None:
+            return self.slot
+        return None if self.slots == "auto" else range(self.slots)
 
     @property
     def max_bytes(self) -> int:
@@ -99,6 +122,7 @@ class Settings(BaseModel):
 
 ENVIRONMENT = {
     "slot": "LLAMA_SLOT",
+    "slots": "LLAMA_SLOTS",
     "save_path": "LLAMA_SLOT_SAVE_PATH",
     "max_files": "LLAMA_CACHE_MAX_FILES",
     "max_gib": "LLAMA_CACHE_MAX_GIB",
@@ -128,12 +152,16 @@ def read_settings(route: str, raw: object, environ: Mapping[str, str] | None = N
             f"route {_shown(route)}: slot_cache is {_shown(raw)}; allowed: true, or a mapping of options"
         )
     given: dict[str, Any] = {str(name): value for name, value in raw.items()}
+    if given.get("slot") is not None and given.get("slots") is not None:
+        raise SettingsError(f"route {_shown(route)}: both slot and slots are given; allowed: one of them")
     variables = os.environ if environ is None else environ
     defaults = {
         name: variables[variable]
         for name, variable in ENVIRONMENT.items()
         if name not in given and variables.get(variable, "") != ""
     }
+    if given.get("slots") is not None:
+        defaults.pop("slot", None)
     try:
         return Settings.model_validate({**defaults, **given})
     except ValidationError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from slot_cache import report
+from slot_cache.eviction import Speeds
 from slot_cache.folder import CacheFolder, FolderError, NotTheFolderError
 from slot_cache.llama_server import UNKNOWN_BYTES_PER_TOKEN, LlamaServer, LlamaServerError
 from slot_cache.model import Identity
@@ -33,6 +34,10 @@ at the second time they are deleted."""
 LARGE_BYTES = 16 * 2**20
 """Before a save of more than so much, and after one that failed, it is asked whether the disk has room."""
 
+RATE_SECONDS = 600.0
+"""How fast the server restores is taken as not known when it has not restored anything for so long: what was slow once, on
+a busy disk, is tried again."""
+
 _RATE_WEIGHT = 0.3
 
 
@@ -48,6 +53,9 @@ class SlotActions:
         self.server = server
         self.counts: Counter[str] = Counter()
         self.prefill_rate = 0.0
+        self._restore_rate = 0.0
+        self._restored_at = float("-inf")
+        self._token_bytes = 0.0
         self._once = once
         self._clock = clock
         self._hung_until = float("-inf")
@@ -56,6 +64,20 @@ class SlotActions:
         self._useless: Counter[str] = Counter()
         self._stopped: dict[str, str] = {}
         self._refused: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def speeds(self) -> Speeds:
+        """What was measured of the server with this model."""
+        known = self._clock() - self._restored_at < RATE_SECONDS
+        return Speeds(self.prefill_rate, self._restore_rate if known else 0.0, self._token_bytes)
+
+    def _learn_restore(self, tokens: int, size: int, seconds: float) -> None:
+        if tokens <= 0 or size <= 0 or seconds <= 0:
+            return
+        rate, self._restored_at = size / seconds, self._clock()
+        old = self._restore_rate
+        self._restore_rate = rate if not old else (1 - _RATE_WEIGHT) * old + _RATE_WEIGHT * rate
+        self._token_bytes = size / tokens
 
     @property
     def hung(self) -> bool:
@@ -135,7 +157,16 @@ class SlotActions:
             if answer.tokens != mark.tokens:  # fewer, or a stranger came between the look and the save
                 raise FolderError(f"{answer.tokens} tokens were saved of {mark.tokens}")
             seconds = answer.tokens / self.prefill_rate if self.prefill_rate else 0.0
-            await folder.commit(key, answer.tokens, answer.size, resident.model, resident.chain, seconds)
+            await folder.commit(
+                key,
+                answer.tokens,
+                answer.size,
+                resident.model,
+                resident.chain,
+                seconds,
+                session=resident.session,
+                owner=resident.owner,
+            )
         except NotTheFolderError as error:
             self._failed("save", kind, key, f"{error}; its files are not looked at from now on")
             folder.blind()
@@ -146,21 +177,28 @@ class SlotActions:
             return None
         self._once.over(kind)
         self.counts["saves"] += 1
-        self._bytes_per_token[folder.tag] = answer.size / answer.tokens
+        self._bytes_per_token[folder.tag] = self._token_bytes = answer.size / answer.tokens
         while len(self._bytes_per_token) > REMEMBERED:
             self._bytes_per_token.popitem(last=False)
         self._say("save", key, answer.tokens, answer.size, started)
         return replace(resident, dirty=False, whole=True, saved_tokens=answer.tokens)
 
     async def restore(
-        self, slot: int, want: Want, saved: Saved, folder: CacheFolder, reading: SlotReading, identity: Identity
+        self,
+        slot: int,
+        want: Want,
+        saved: Saved,
+        folder: CacheFolder,
+        reading: SlotReading,
+        identity: Identity,
+        donor: str | None = None,
     ) -> Resident | None:
-        """Restore a cache that `folder.look_up` has checked.
+        """Restore a cache that `folder.look_up` has checked: that of `want`, or as its beginning that of another key.
 
         Returns:
-            what is in the slot now, None if it is nothing that may be relied on.
+            what is in the slot now, as the cache of `want`; None if it is nothing that may be relied on.
         """
-        key = want.key
+        key = donor or want.key
         if key is None:
             return None
         kind = ("restore", self.server.base_url)
@@ -181,12 +219,14 @@ class SlotActions:
         self.counts["restores"] += 1
         self._refused.pop(key, None)
         self._say("restore", key, answer.tokens, answer.size, started)
+        self._learn_restore(answer.tokens, answer.size, self._clock() - started)
         await folder.restored(key, answer.size, answer.milliseconds / 1000)
         return Resident(
-            key=key,
+            key=want.key,
+            session=want.session,
             owner=want.owner,
             mark=Mark(reading.task, answer.tokens) if reading.task is not None else None,
-            saved_tokens=answer.tokens,
+            saved_tokens=answer.tokens if donor is None else 0,
             model=identity.model,
             boot=identity.boot,
             chain=saved.chain,

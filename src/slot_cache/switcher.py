@@ -1,27 +1,31 @@
-"""The slots of one server: who may use each (leases), and the switches between conversations."""
+"""The slots of one server: what is put into them before a request is sent, and what is kept of it afterwards."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
-from collections import deque
+import uuid
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from slot_cache import report
+from slot_cache.eviction import slot_score
 from slot_cache.folder import CacheFolder, tag_of
 from slot_cache.index import IndexThread, SlotRow
+from slot_cache.leases import Granted, Lease, LeaseQueue, NoTurnError, Slot, Which, of_keys
 from slot_cache.llama_server import LlamaServer, LlamaServerError
-from slot_cache.locks import SlotLock
+from slot_cache.matching import Donor, Known, continued, continues, donor_of
 from slot_cache.model import Identity
-from slot_cache.plan import Found, judge, make_plan, worth_saving
-from slot_cache.prompt import shared_part
+from slot_cache.plan import Found, Plan, SlotView, judge, make_plan, order_slots, worth_saving
+from slot_cache.prompt import links, shared_links, shared_part
 from slot_cache.slot_actions import SlotActions
+from slot_cache.start_gate import StartGate
 from slot_cache.state import Ending, Mark, Outcome, Resident, Saved, SlotReading, Want
+
+__all__ = ["Granted", "Host", "Lease", "NoTurnError", "SlotSwitcher", "Vacated"]
 
 LOST_AFTER_SECONDS = 5.0
 UNSEEN_AFTER_SECONDS = 30.0
@@ -43,101 +47,18 @@ SETTLE_LOOKS = 6
 """How often, with those pauses, a slot is looked at after its request was broken off, or where the server does not answer,
 while nobody waits for it."""
 
-TURNS_IN_A_ROW = 8
-"""So many requests of one process use a slot in a row before another process that waits for it gets it."""
-
 IDLE_TRIES = 3
 """How often an idle save that failed is tried again."""
 
+CLEARING_IDLE_SECONDS = 2.0
+"""On a server that clears idle slots a changed cache is saved when nobody has used it for so long: longer than the pause
+between two calls of an agent, so that one conversation alone does not write a file at each turn."""
 
-@dataclass(frozen=True)
-class Granted:
-    """What a lease came with: the outcome, and why there is no slot, if there is none."""
+START_PAUSES = (0.01, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.5, 0.9)
+"""When it is looked whether a request has started that was let go; after the last of these pauses it is taken that it has."""
 
-    outcome: Outcome
-    why: str = ""
-
-
-@dataclass
-class _Slot:
-    number: int
-    lock: SlotLock
-    locked: bool = False
-    turns: int = 0
-    """leases granted since the lock between processes was taken"""
-    lease: Lease | None = None
-    waiters: deque[tuple[asyncio.Future[None], Lease]] = field(default_factory=deque)
-    resident: Resident | None = None
-    """what it holds, as far as is known; counts only while `locked`, else the index has it"""
-    home: CacheFolder | None = None
-    """the folder of the resident's route"""
-    disturbed: bool = False
-    """a request of ours that has no slot was at the server meanwhile, and may have used this one"""
-    perhaps_busy: bool = False
-    """its last request was broken off: the server may need a moment, or the rest of a batch, to notice"""
-    epoch: int = 0
-    """grows whenever the slot is taken or given back; what was begun before is out of date"""
-    idle_timer: asyncio.TimerHandle | None = None
-    idle_tries: int = 0
-    watch: asyncio.Task[None] | None = None
-
-    @property
-    def min_tokens(self) -> int:
-        """A cache with fewer is not worth a file."""
-        return 0 if self.home is None else self.home.min_tokens
-
-
-class Lease:
-    """The right to use a slot. `release` gives it back; whoever got a lease must see to that, on every road.
-
-    Attributes:
-        want: what it was taken for.
-        granted: what the switch came to; with the outcome `UNMANAGED` there is no slot to pin the request to.
-        waited: seconds from asking to the end of the switch.
-        active: not released yet.
-    """
-
-    def __init__(
-        self, switcher: SlotSwitcher, slot: _Slot, want: Want, folder: CacheFolder | None, idle_seconds: float
-    ) -> None:
-        self.want = want
-        self.granted = Granted(Outcome.UNMANAGED)
-        self.waited = 0.0
-        self.active = True
-        self._switcher = switcher
-        self._slot = slot
-        self._folder = folder
-        self._idle_seconds = idle_seconds
-        self._abandoned = False
-        self._sent_at: float | None = None
-        self._reading: SlotReading | None = None
-        self._identity: Identity | None = None
-        self._restored = 0
-        self._saved_tokens = 0
-
-    @property
-    def slot(self) -> int:
-        """The slot's number."""
-        return self._slot.number
-
-    def release(self, ending: Ending) -> None:
-        """Give the slot back; the next waiter has it at once. A plain call that never fails; a second one does nothing."""
-        if self.active:
-            self.active = False
-            self._switcher._ended(self, ending)
-
-    def learn(self, reused: int, computed: int, prefill_seconds: float | None = None) -> None:
-        """Tell what the server reported of the request: tokens of the prompt reused and computed, and its time for these."""
-        actions = self._switcher.actions
-        if prefill_seconds is not None:
-            actions.learn_prefill(computed, prefill_seconds)
-        if self._restored and self._identity is not None:
-            actions.learn_use(self._identity, self._restored, reused)
-            self._restored = 0
-
-
-class NoTurnError(Exception):
-    """The slot did not become free in the time a request may wait for it, or its server is gone."""
+MOVES = 3
+"""How often a request may be moved to a better slot before it is sent."""
 
 
 class Host(Protocol):
@@ -196,48 +117,69 @@ class SlotSwitcher:
         self._host = host
         self._once = report.Once()
         self.actions = SlotActions(server, self._once, clock)
-        self._slots: dict[int, _Slot] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loose: dict[Lease, float] = {}
         self._identity: Identity | None = None
+        self._clears: bool | None = None
+        """whether a task's start empties the server's idle slots; None: not seen yet"""
+        self._newest = -1
+        """the newest task that the last look has shown"""
+        self._queue = LeaseQueue(
+            name=name,
+            lock_folder=lock_folder,
+            order=self._order,
+            at_home=lambda lease, slot: self._shares(lease, slot) > 0,
+            granted=self._granted,
+            no_locks=self._no_locks,
+            start=self._task,
+            clock=clock,
+        )
+        self._gate = StartGate(lock_folder, f"{self._queue.digest}-start")
 
-    def _slot(self, number: int) -> _Slot:
-        slot = self._slots.get(number)
-        if slot is None:
-            lock = SlotLock(self._lock_folder, f"{hashlib.sha256(self.name.encode()).hexdigest()[:16]}-{number}")
-            slot = self._slots[number] = _Slot(number, lock)
-        return slot
+    @property
+    def slots(self) -> dict[int, Slot]:
+        """The slots that are known, by number. To be read only."""
+        return self._queue.slots
 
     def resident(self, slot: int) -> Resident | None:
         """What the slot held when this process last had it, as far as is known."""
-        return self._slots[slot].resident if slot in self._slots else None
+        return self.slots[slot].resident if slot in self.slots else None
 
     def leased(self) -> list[int]:
         """The slots that are leased now."""
-        return [number for number, slot in self._slots.items() if slot.lease is not None]
+        return [number for number, slot in self.slots.items() if slot.lease is not None]
 
-    def waiting(self, slot: int) -> int:
-        """How many requests of this process wait for the slot."""
-        entry = self._slots.get(slot)
-        return 0 if entry is None else sum(not turn.done() for turn, _ in entry.waiters)
+    def waiting(self, slot: int | None = None) -> int:
+        """How many requests of this process wait: for this slot too, or for any."""
+        return self._queue.waiting(None if slot is None else self._queue.slot(slot))
+
+    def scores(self) -> dict[int, float]:
+        """What losing the cache in each slot would cost, by its number (`eviction.slot_score`)."""
+        return {number: self._score(slot) for number, slot in self.slots.items()}
+
+    @property
+    def clears_idle(self) -> bool:
+        """Whether it must be taken that a task's start empties the server's idle slots."""
+        return self._clears is not False and (self._queue.count or 1) > 1
 
     async def aclose(self) -> None:
         """End the background work, free the locks, close the connections. Nothing is saved."""
-        for slot in self._slots.values():
+        self._queue.closed = True
+        for slot in self.slots.values():
             if slot.idle_timer is not None:
                 slot.idle_timer.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for slot in self._slots.values():
-            slot.lock.release()
-            slot.locked = False
+        while self._tasks:  # one that ends may have begun another
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        for slot in self.slots.values():
+            self._queue.unlock(slot)
         await self.server.aclose()
 
     async def acquire(
-        self, number: int, want: Want, folder: CacheFolder, *, queue_seconds: float, idle_seconds: float = 0.0
+        self, which: Which, want: Want, folder: CacheFolder, *, queue_seconds: float, idle_seconds: float = 0.0
     ) -> Lease:
-        """Wait for the slot, then put the wanted cache into it.
+        """Wait for a slot of `which`, then put the wanted cache into it.
 
         Neither a fault of the server nor a wait of more than `queue_seconds` is an error here: the lease then says
         `UNMANAGED`, has no slot, and the request goes on without one; it must be released all the same. When the caller
@@ -246,126 +188,151 @@ class SlotSwitcher:
         Raises:
             asyncio.CancelledError: the caller was cancelled; it holds nothing.
         """
-        slot = self._slot(number)
         if folder.needs_sweep:
             self._task(self._sweep(folder))
-        lease = Lease(self, slot, want, folder, idle_seconds)
+        lease = Lease(self, self._queue.allowed(which)[0], want, folder, idle_seconds, which)
         asked = self._clock()
         if self.actions.hung:
             return self._loosen(lease, "the server did not answer a moment ago")
         try:
-            await self._take(slot, lease, queue_seconds)
+            await self._take(lease, queue_seconds)
         except NoTurnError as error:
             lease.waited = self._clock() - asked
             return self._loosen(lease, str(error))
-        switch = self._task(self._switch(slot, lease, folder, asked + queue_seconds))
+        switch = self._task(self._switch(lease, folder, asked + queue_seconds))
         try:
             await asyncio.shield(switch)
         except asyncio.CancelledError:
-            lease._abandoned = True
+            lease.abandoned = True
             switch.add_done_callback(lambda _: lease.release(Ending.UNSENT))
             raise
         lease.waited = self._clock() - asked
         if lease.granted.outcome is Outcome.UNMANAGED:
             self._give_back(lease, Ending.UNSENT)
             return self._loosen(lease, lease.granted.why)
-        lease._sent_at = self._clock()
-        if slot.waiters or self._lock_folder is not None:
-            self._watch(slot)
+        lease.sent_at = self._clock()
+        if self._queue.waiting() or self._lock_folder is not None:
+            self._watch(lease.place)
         return lease
 
     def _loosen(self, lease: Lease, why: str) -> Lease:
         """Let a request go on without a slot; whatever slot it ends up in is no longer what we left there."""
         lease.granted = Granted(Outcome.UNMANAGED, why)
+        lease.key = None
         self._loose[lease] = self._clock()
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             slot.disturbed = True
             if slot.resident is not None and slot.resident.mark is None:
                 slot.resident = None  # what that request leaves could not be told from it
         return lease
 
-    def _ended(self, lease: Lease, ending: Ending) -> None:
+    def ended(self, lease: Lease, ending: Ending) -> None:
+        """As `LeaseOwner` says."""
+        lease.done.set()
         if self._loose.pop(lease, None) is None:
             self._give_back(lease, ending)
 
-    # the queue
+    def learned(self, lease: Lease, reused: int, computed: int, prefill_seconds: float | None) -> None:
+        """As `LeaseOwner` says."""
+        if prefill_seconds is not None:
+            self.actions.learn_prefill(computed, prefill_seconds)
+        if lease.restored and lease.identity is not None:
+            self.actions.learn_use(lease.identity, lease.restored, reused)
+            lease.restored = 0
 
-    async def _take(self, slot: _Slot, lease: Lease, queue_seconds: float, first: bool = False) -> None:
-        if slot.lease is None:
-            self._grant(slot, lease)
+    # who has which slot
+
+    async def _take(self, lease: Lease, seconds: float, *, first: bool = False) -> None:
+        if self._queue.try_take(lease):
             return
-        loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        entry = (turn, lease)
-        if first:
-            slot.waiters.appendleft(entry)
-        else:
-            slot.waiters.append(entry)
-        timer = loop.call_later(queue_seconds, _expire, turn, "the slot did not become free")
-        self._watch(slot)
-        try:
-            await turn
-        except BaseException:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                lease.release(Ending.UNSENT)  # it was handed to us in the very moment we were cancelled
-            raise
-        finally:
-            timer.cancel()
-            if entry in slot.waiters:
-                slot.waiters.remove(entry)
+        for slot in self._queue.allowed(lease.which):
+            self._watch(slot)
+        await self._queue.take(lease, seconds, first=first)
 
-    def _grant(self, slot: _Slot, lease: Lease) -> None:
+    def _granted(self, slot: Slot, lease: Lease) -> None:
         oldest = self._clock() - LOOSE_SECONDS
         self._loose = {loose: since for loose, since in self._loose.items() if since > oldest}
         slot.disturbed = bool(self._loose)
-        slot.lease = lease
-        slot.turns += 1
-        slot.epoch += 1
-        if slot.idle_timer is not None:
-            slot.idle_timer.cancel()
-            slot.idle_timer = None
 
     def _give_back(self, lease: Lease, ending: Ending) -> None:
-        slot = lease._slot
+        slot = lease.place
         if slot.lease is not lease:
             return
+        slot.used = self._clock()
         if ending is not Ending.UNSENT and lease.granted.outcome is not Outcome.UNMANAGED:
             slot.resident = None if slot.disturbed else _left_by(lease, ending, slot.resident)
-            slot.home = lease._folder
+            slot.home = lease.folder
+            slot.empty, slot.seen_idle = False, None
             slot.perhaps_busy = ending is Ending.BROKEN
+        slot.idle_tries = 0
+        self._free(slot, lambda: self._settle(slot, slot.epoch, lease.idle_seconds))
+
+    def _free(self, slot: Slot, otherwise: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Nobody has the slot any more: the next one here, another process, or else what is to be done then."""
         slot.lease = None
         slot.epoch += 1
-        slot.idle_tries = 0
-        if not self._hand_on(slot):
-            self._task(self._settle(slot, slot.epoch, lease._idle_seconds))
+        if self._queue.waiting(slot) and self._queue.must_yield(slot):
+            slot.yielding = True
+            self._task(self._yield(slot))
+        elif not self._queue.hand_on(slot):
+            self._task(otherwise())
 
-    def _hand_on(self, slot: _Slot) -> bool:
-        while slot.waiters:
-            turn, waiter = slot.waiters.popleft()
-            if not turn.done():
-                self._grant(slot, waiter)
-                turn.set_result(None)
-                return True
-        return False
+    async def _yield(self, slot: Slot) -> None:
+        """Leave the slot to another process that waits for it."""
+        try:
+            await self._mark(slot)
+            await self._write_down(slot)
+        finally:
+            slot.yielding = False
+            self._queue.unlock(slot)
+            self._queue.hand_on(slot)
+
+    def _order(self, lease: Lease, free: list[Slot]) -> list[Slot]:
+        return [self.slots[number] for number in order_slots(self._view(lease, slot) for slot in free)]
+
+    def _view(self, lease: Lease, slot: Slot) -> SlotView:
+        return SlotView(
+            slot.number,
+            shared=self._shares(lease, slot),
+            empty=slot.empty and slot.resident is None,
+            busy=slot.strangers,
+            score=self._score(slot),
+        )
+
+    def _shares(self, lease: Lease, slot: Slot) -> int:
+        """How many links of its chain a request shares with the cache in a slot, if it continues it, else 0."""
+        want, resident = lease.want, slot.resident
+        if resident is None or resident.key is None:
+            return 0
+        if want.key is not None:
+            return int(resident.key == want.key)
+        return continues(want, resident.session, resident.owner, resident.chain)
+
+    def _score(self, slot: Slot) -> float:
+        resident = slot.resident
+        if resident is None or resident.key is None:
+            return 0.0
+        tokens = resident.mark.tokens if resident.mark else resident.tokens_before
+        return slot_score(tokens, resident.saved_tokens, self._clock() - slot.used, self.actions.speeds)
 
     # leases that nobody gave back
 
-    def _watch(self, slot: _Slot) -> None:
+    def _watch(self, slot: Slot) -> None:
         if slot.watch is None or slot.watch.done():
             slot.watch = self._task(self._find_lost_lease(slot))
 
-    async def _find_lost_lease(self, slot: _Slot) -> None:
+    async def _find_lost_lease(self, slot: Slot) -> None:
         """Free the slot of a lease whose request has ended without a word. Asks the server only while somebody waits."""
         idle_since: float | None = None
         watched: Lease | None = None
         while slot.lease is not None:
             lease = slot.lease
-            if lease is not watched or lease._sent_at is None:
+            if lease is not watched or lease.sent_at is None:
                 watched, idle_since = lease, None
                 await asyncio.sleep(LOST_AFTER_SECONDS)
                 continue
-            held = self._clock() - lease._sent_at
-            if held < LOST_AFTER_SECONDS or not (slot.waiters or slot.lock.contended()):
+            held = self._clock() - lease.sent_at
+            if held < LOST_AFTER_SECONDS or not (self._queue.waiting(slot) or slot.lock.contended()):
                 await asyncio.sleep(LOST_AFTER_SECONDS)
                 continue
             try:
@@ -376,7 +343,7 @@ class SlotSwitcher:
                 continue
             if slot.lease is not lease:
                 continue
-            seen = lease._reading is None or reading.task != lease._reading.task
+            seen = lease.reading is None or reading.task != lease.reading.task
             if reading.processing or not (seen or held >= UNSEEN_AFTER_SECONDS):
                 idle_since = None
                 await asyncio.sleep(LOST_AFTER_SECONDS)
@@ -392,10 +359,15 @@ class SlotSwitcher:
 
     # the switch
 
-    async def _switch(self, slot: _Slot, lease: Lease, folder: CacheFolder, deadline: float) -> None:
+    async def _switch(self, lease: Lease, folder: CacheFolder, deadline: float) -> None:
         """Carry out the plan for a lease that was just granted. Raises nothing; `lease.granted` tells the result."""
         try:
-            lease.granted = await self._switched(slot, lease, folder, deadline)
+            if self._host is not None:
+                await self._host.ready(deadline, lambda: lease.abandoned)
+            reading = await self._find_place(lease, deadline)
+            lease.granted = await self._switched(lease, folder, reading)
+            if lease.inside:
+                await self._put_others_away()
         except LlamaServerError as error:
             self.actions.fault(error)
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
@@ -404,57 +376,252 @@ class SlotSwitcher:
         except Exception as error:  # a fault of ours is never one of the request
             self._once.bug("switch", error)
             lease.granted = Granted(Outcome.UNMANAGED, f"internal fault {type(error).__name__}")
-            slot.resident = None
+            lease.place.resident = None
+        finally:
+            if lease.inside and (lease.granted.outcome is Outcome.UNMANAGED or lease.abandoned):
+                self._leave(lease)
+        if lease.inside:
+            self._task(self._see_start(lease))
         if self.actions.hung:
-            self._dismiss()
+            self._queue.dismiss("the server did not answer")
 
-    async def _switched(self, slot: _Slot, lease: Lease, folder: CacheFolder, deadline: float) -> Granted:
-        want = lease.want
-        await self._lock(slot, deadline)
-        if self._host is not None:
-            await self._host.ready(deadline, lambda: lease._abandoned)
-        if lease._abandoned:
-            return Granted(Outcome.UNMANAGED, "the client left")
+    async def _find_place(self, lease: Lease, deadline: float) -> SlotReading:
+        """Wait until the lease's slot is idle, or move it to a better one that is. On a server that clears idle slots the
+        lease is inside the gate then."""
+        pauses = iter(BUSY_PAUSES)
+        moves = 0
+        while True:
+            if lease.abandoned:
+                raise NoTurnError("the client left")
+            gated = self.clears_idle
+            if gated and not lease.inside:
+                await self._enter(lease, deadline)
+            reading = await self._look_at_place(lease, deadline)
+            if reading is not None and moves < MOVES and self._move(lease):
+                moves += 1
+                continue
+            if reading is not None and not reading.processing:
+                if gated or not self.clears_idle:
+                    return reading
+                continue  # only now it is known that there is a gate
+            self._leave(lease)
+            if reading is not None and self._clock() > deadline:
+                raise NoTurnError("the slot did not become free")
+            await asyncio.sleep(next(pauses, BUSY_SECONDS))
+
+    async def _look_at_place(self, lease: Lease, deadline: float) -> SlotReading | None:
+        """Compare the lease's slot with what we remember of it. None: the server is busy with something that we know of."""
+        slot = lease.place
+        await self._read_up(slot)
+        await self._refresh()
         try:
-            reading = await self._look_until_idle(slot, deadline)
+            reading = await self._look(slot.number)
         except LlamaServerError as error:
-            if self._host is None or error.status != 400:
+            if self._host is not None and error.status == 400 and not lease.unloaded:
+                lease.unloaded = True  # behind our back
+                self._host.lost()
+                await self._host.ready(deadline, lambda: lease.abandoned)
+                return None
+            if error.fault != "timeout" or self._clock() > deadline or not await self._has_a_reason(slot):
                 raise
-            self._host.lost()  # unloaded behind our back
-            await self._host.ready(deadline, lambda: lease._abandoned)
-            reading = await self._look_until_idle(slot, deadline)
+            return None
         self.actions.works_again()
-        slot.perhaps_busy = False
-        lease._reading = reading
-        self._judge(slot, reading)
-        resident = slot.resident
-        if want.key is not None and resident is not None and resident.key == want.key and resident.whole:
-            return Granted(Outcome.RESIDENT)
-        if want.key is None and not worth_saving(resident, slot.min_tokens):
-            plan = make_plan(want, resident, None, reading)
+        slot.strangers = reading.processing and not slot.perhaps_busy
+        if slot.strangers:
+            slot.resident = None
+        if not reading.processing:
+            slot.perhaps_busy = False
+            lease.reading = reading
+            self._judge(slot, reading)
+        return reading
+
+    def _move(self, lease: Lease) -> bool:
+        """Change to a free slot that is better of its kind: one with the conversation, an empty one, one that is idle."""
+        place = lease.place
+        if isinstance(lease.which, int):
+            return False
+        others = [
+            slot
+            for slot in self._queue.allowed(lease.which)
+            if slot.lease is None and not slot.yielding and slot.scout is None
+        ]
+        views = {slot.number: self._view(lease, slot) for slot in [place, *others]}
+        best = order_slots(views.values())[0]
+        if views[best].rank >= views[place.number].rank or not self._queue.move(lease, self.slots[best]):
+            return False
+        self._free(place, lambda: self._let_go(place, place.epoch))
+        return True
+
+    # servers that clear idle slots
+
+    async def _enter(self, lease: Lease, deadline: float) -> None:
+        try:
+            if not await self._gate.enter(max(deadline - self._clock(), 0.001)):
+                raise NoTurnError("other requests did not start")
+            lease.inside = True
+        except OSError as error:
+            self._no_locks(error)
+
+    def _leave(self, lease: Lease) -> None:
+        if lease.inside:
+            lease.inside = False
+            self._gate.leave()
+
+    async def _see_start(self, lease: Lease) -> None:
+        """Leave the gate when the request of a lease has started, has ended, or takes too long to arrive."""
+        try:
+            for pause in START_PAUSES:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(lease.done.wait(), pause)
+                if not lease.active:
+                    return
+                if not self._gate.wanted():
+                    continue
+                with contextlib.suppress(LlamaServerError):
+                    reading = await self._look(lease.slot)
+                    if reading.processing or lease.reading is None or reading.task != lease.reading.task:
+                        return
+        finally:
+            self._leave(lease)
+
+    async def _put_others_away(self) -> None:
+        """Save what is dirty in idle slots: the start of a request empties them."""
+        for slot in list(self.slots.values()):
+            if slot.lease is None and not slot.yielding and self._worth_saving(slot):
+                await self._put_away(slot)
+        if self.actions.hung:
+            raise LlamaServerError("timeout", "a save timed out")
+
+    # the plan and what comes of it
+
+    async def _switched(self, lease: Lease, folder: CacheFolder, reading: SlotReading) -> Granted:
+        slot, want = lease.place, lease.want
+        if self._is_there(lease, folder):
+            return Granted(Outcome.RESIDENT, tokens=reading.tokens)
+        if not want.knows_itself and not self._worth_saving(slot):
+            plan = make_plan(want, slot.resident, None, reading)
             if plan.erase and not self.actions.off:
                 await self._erase(slot)
             return Granted(plan.outcome)
-        identity = lease._identity = await self._identify(slot)
+        identity = lease.identity = await self._identify(slot)
         works = self.actions.works_for(identity)
-        saved = await self._look_up(want.key, identity, folder) if works and want.key is not None else None
+        known = await folder.known(identity.model) if works and want.knows_itself else []
+        mine = self._continue(lease, known)
+        want = replace(want, key=lease.key)
+        saved = await self._look_up(lease.key, identity, folder) if works and mine and lease.key is not None else None
         plan = make_plan(want, slot.resident, saved, reading, slot.min_tokens)
-        if plan.save and works:
-            await self._save(slot, {want.key} if want.key else set())
-        outcome = plan.outcome
+        donor = self._donor(lease, known, plan) if works else None
+        if plan.save and works and self._worth_saving(slot):
+            await self._save(slot, {key for key in (want.key, donor.cache.key if donor else None) if key})
+        outcome, tokens = plan.outcome, reading.tokens if plan.outcome is Outcome.RESIDENT else 0
         if plan.restore and saved is not None and not self.actions.hung:
-            lease._saved_tokens = saved.tokens
-            outcome = await self._restore(slot, lease, folder, saved, reading, identity)
+            lease.saved_tokens = saved.tokens
+            outcome, tokens = await self._restore(lease, want, folder, saved, reading, identity), saved.tokens
+        elif donor is not None and not self.actions.hung:
+            outcome, tokens = await self._start_from(lease, want, donor, folder, reading, identity)
         if plan.erase and outcome is Outcome.COLD and not (self.actions.hung or self.actions.off):
             await self._erase(slot)
         if self.actions.hung:
             return Granted(Outcome.UNMANAGED, "the server did not answer")
         if outcome is Outcome.COLD and want.key is not None:
             report.info("%s slot %d: miss %s", self.server.shown, slot.number, want.key)
-        return Granted(outcome)
+        return Granted(outcome, tokens=0 if outcome is Outcome.COLD else tokens)
 
-    def _judge(self, slot: _Slot, reading: SlotReading) -> None:
-        found, slot.resident = judge(slot.resident, reading)
+    def _is_there(self, lease: Lease, folder: CacheFolder) -> bool:
+        """Whether the slot holds all of the conversation that the request continues; then nothing else is looked at."""
+        resident, want = lease.place.resident, lease.want
+        if resident is None or resident.key is None or not resident.whole or not self._shares(lease, lease.place):
+            return False
+        if want.key is None:
+            shared = links(resident.chain)
+            if shared_links(want.chain, resident.chain) < shared or folder.knows_better(want, resident.key, shared):
+                return False
+            lease.key = resident.key
+        return True
+
+    def _continue(self, lease: Lease, known: list[Known]) -> bool:
+        """Find the cache that the request continues, or name a new one. Returns whether it may be saved already."""
+        want = lease.want
+        if want.key is not None or not want.chain:
+            lease.key = want.key or want.session
+            return True
+        here = [*self._residents(lease.place), *known]
+        elsewhere = {
+            slot.resident.key for slot in self.slots.values() if slot is not lease.place and slot.resident is not None
+        }
+        in_use = of_keys(self.slots.values()) | {key for key in elsewhere if key is not None}
+        found = continued(want, here, in_use)
+        if found is not None:
+            lease.key = found.key
+            return True
+        taken = in_use | {cache.key for cache in here}
+        if want.session is not None and want.session not in taken:
+            lease.key = want.session
+            return True  # of another model, perhaps
+        lease.key = f"{want.tag}_{uuid.uuid4().hex}"
+        return False
+
+    def _residents(self, *slots: Slot) -> list[Known]:
+        found = []
+        for slot in slots:
+            resident = slot.resident
+            if resident is not None and resident.key is not None and resident.mark is not None:
+                found.append(
+                    Known(
+                        resident.key,
+                        resident.session,
+                        resident.owner,
+                        resident.chain,
+                        resident.mark.tokens,
+                        used=time.time(),
+                    )
+                )
+        return found
+
+    def _donor(self, lease: Lease, known: list[Known], plan: Plan) -> Donor | None:
+        """What a request without a cache of its own starts from, if that is quicker than to compute it."""
+        want, place = lease.want, lease.place
+        if plan.outcome is not Outcome.COLD or not want.chain or lease.key is None:
+            return None
+        others = [
+            slot for slot in self.slots.values() if slot is not place and slot.lease is None and not slot.yielding
+        ]
+        found = donor_of(want, [*self._residents(place, *others), *known])
+        fewest = max(lease.folder.min_tokens if lease.folder else 0, 1)
+        if found is None or found.tokens < fewest:
+            return None
+        here = donor_of(want, self._residents(place))
+        if here is not None and here.links >= found.links:
+            return here
+        return found if self.actions.speeds.restoring_pays(found.cache.tokens, found.tokens) else here
+
+    async def _start_from(
+        self, lease: Lease, want: Want, donor: Donor, folder: CacheFolder, reading: SlotReading, identity: Identity
+    ) -> tuple[Outcome, int]:
+        slot, key = lease.place, donor.cache.key
+        if slot.resident is not None and slot.resident.key == key:
+            return Outcome.DONOR, donor.tokens  # the server reuses what is in the slot by itself
+        if not donor.cache.size:  # it is in another slot
+            for other in self.slots.values():
+                if other.resident is not None and other.resident.key == key and other.lease is None:
+                    await self._put_away(other)
+                    break
+        saved = await self._look_up(key, identity, folder)
+        if saved is None or self.actions.hung:
+            return Outcome.COLD, 0
+        outcome = await self._restore(lease, want, folder, saved, reading, identity, donor=key)
+        return (Outcome.DONOR, donor.tokens) if outcome is Outcome.RESTORED else (outcome, 0)
+
+    def _judge(self, slot: Slot, reading: SlotReading) -> None:
+        """What a look tells of an idle slot."""
+        before = slot.resident
+        found, slot.resident = judge(before, reading)
+        slot.empty = slot.resident is None and (reading.task is None or reading.tokens == 0)
+        mark = before.mark if before is not None else None
+        untouched = mark is not None and mark.tokens > 0 and mark.task == reading.task
+        if untouched and slot.seen_idle is not None and slot.seen_idle < self._newest:  # a task has started elsewhere
+            self._clears = reading.tokens == 0
+        slot.seen_idle = self._newest if slot.resident is not None else None
         if found is Found.RESTARTED:
             report.info(
                 "%s slot %d: the server was started again, or slept: its slots are empty",
@@ -463,32 +630,35 @@ class SlotSwitcher:
             )
             self.actions.restarted()
             self._identity = None
+            self._clears = None
 
     async def _look(self, number: int) -> SlotReading:
+        """Look at the slots; what is learned of the idle ones that nobody has is noted."""
+        before = {slot.number: (slot.epoch, slot.resident) for slot in self.slots.values() if slot.lease is None}
         readings = await self.server.slots()
+        self._newest = max((reading.task for reading in readings if reading.task is not None), default=-1)
+        asked: SlotReading | None = None
         for reading in readings:
+            slot = self._queue.slot(reading.id)
             if reading.id == number:
-                return reading
-        raise LlamaServerError("refused", f"the server has no slot {number}, it has {len(readings)}")
+                asked = reading
+            elif slot.lease is None and not slot.yielding and before.get(reading.id) == (slot.epoch, slot.resident):
+                self._note(slot, reading)
+        if self._queue.count != len(readings):
+            self._queue.count = len(readings)
+            self._queue.hand_on_all()
+        if asked is None:
+            raise LlamaServerError("refused", f"the server has no slot {number}, it has {len(readings)}")
+        return asked
 
-    async def _look_until_idle(self, slot: _Slot, deadline: float) -> SlotReading:
-        pauses = iter(BUSY_PAUSES)
-        while True:
-            try:
-                reading = await self._look(slot.number)
-            except LlamaServerError as error:
-                if error.fault != "timeout" or self._clock() > deadline or not await self._has_a_reason(slot):
-                    raise
-                continue
-            if not reading.processing:
-                return reading
-            if self._clock() > deadline:
-                raise NoTurnError("the slot did not become free")
-            if not slot.perhaps_busy:
-                slot.resident = None  # somebody else is in there
-            await asyncio.sleep(next(pauses, BUSY_SECONDS))
+    def _note(self, slot: Slot, reading: SlotReading) -> None:
+        slot.strangers = reading.processing and not slot.perhaps_busy
+        if slot.strangers:
+            slot.resident = None
+        elif not reading.processing:
+            self._judge(slot, reading)
 
-    async def _has_a_reason(self, slot: _Slot) -> bool:
+    async def _has_a_reason(self, slot: Slot) -> bool:
         """Whether a server that does not answer in time is busy with what we know of: a batch of a prompt, or waking up."""
         if slot.perhaps_busy or len(self.leased()) > 1:
             return await self.server.alive()
@@ -497,7 +667,7 @@ class SlotSwitcher:
         except LlamaServerError:
             return False
 
-    async def _identify(self, slot: _Slot) -> Identity:
+    async def _identify(self, slot: Slot) -> Identity:
         """Ask which model the server runs. What another process or model of it computed is not in the slot any more."""
         identity = await self.server.identity(self._identity)
         if self._identity is not None and identity.boot != self._identity.boot:
@@ -528,7 +698,7 @@ class SlotSwitcher:
             )
         return found.saved
 
-    async def _save(self, slot: _Slot, protected: set[str]) -> bool:
+    async def _save(self, slot: Slot, protected: set[str]) -> bool:
         """Save the resident; it must be worth it. Returns whether there is a good save now."""
         resident, folder = slot.resident, slot.home
         if resident is None or resident.key is None or folder is None or not resident.model:
@@ -542,24 +712,26 @@ class SlotSwitcher:
 
     async def _restore(
         self,
-        slot: _Slot,
         lease: Lease,
+        want: Want,
         folder: CacheFolder,
         saved: Saved,
         reading: SlotReading,
         identity: Identity,
+        donor: str | None = None,
     ) -> Outcome:
-        slot.resident = None
+        slot = lease.place
+        slot.resident = slot.seen_idle = None
         await self._write_down(slot)  # should this process die now, nobody may think that it is what it was
-        slot.resident = await self.actions.restore(slot.number, lease.want, saved, folder, reading, identity)
+        slot.resident = await self.actions.restore(slot.number, want, saved, folder, reading, identity, donor)
         if slot.resident is None:
             return Outcome.COLD
-        slot.home = folder
-        if shared_part(saved.chain, lease.want.chain) >= 0.5:
-            lease._restored = saved.tokens
+        slot.home, slot.empty = folder, False
+        if shared_part(saved.chain, want.chain) >= 0.5:
+            lease.restored = saved.tokens
         return Outcome.RESTORED
 
-    async def _erase(self, slot: _Slot) -> None:
+    async def _erase(self, slot: Slot) -> None:
         slot.resident = None
         await self._write_down(slot)
         await self.actions.erase(slot.number, "its tokens may belong to another key")
@@ -584,41 +756,40 @@ class SlotSwitcher:
 
     # what other processes are told
 
-    async def _lock(self, slot: _Slot, deadline: float) -> None:
-        """Have the lock between processes, and know what is in the slot."""
-        if slot.locked and slot.turns > TURNS_IN_A_ROW and slot.lock.contended():
-            await self._mark(slot)
-            await self._unlock(slot)
-        if slot.locked:
-            return
-        try:
-            if not await slot.lock.acquire(max(deadline - self._clock(), 0.001)):
-                raise NoTurnError("another worker kept the slot")
-        except OSError as error:
-            self._no_locks(error)
-        slot.locked, slot.turns = True, 1
-        await self._read_up(slot)
-
     def _no_locks(self, error: OSError) -> None:
         self._once.warn(("lock",), "no locks between workers: %s", error)
 
-    async def _unlock(self, slot: _Slot) -> None:
-        await self._write_down(slot)
-        slot.locked = False
-        slot.lock.release()
+    async def _read_up(self, slot: Slot) -> None:
+        """Learn what other processes have left in a slot whose lock was taken from them."""
+        if slot.unread:
+            self._heed(slot, await self._index.call(self._index.index.slot, self.name, slot.number))
+            slot.unread = False
 
-    async def _read_up(self, slot: _Slot) -> None:
-        if slot.lock.unshared and slot.resident is not None and slot.resident.mark is not None:
-            return  # it is what we wrote down ourselves
-        row = await self._index.call(self._index.index.slot, self.name, slot.number)
+    async def _refresh(self) -> None:
+        """Learn what other processes have left in the free slots that they have used since."""
+        first = self._queue.count is None
+        if not first and (self._lock_folder is None or self._queue.count == 1):
+            return
+        touched = [slot for slot in self.slots.values() if _is_nobodys(slot) and slot.lock.touched()]
+        if not (touched or first):
+            return
+        rows = {row.slot: row for row in await self._index.call(self._index.index.slots, self.name)}
+        if first:
+            touched += [self._queue.slot(number) for number in rows if number not in self.slots]
+        for slot in touched:
+            if _is_nobodys(slot):
+                self._heed(slot, rows.get(slot.number))
+
+    def _heed(self, slot: Slot, row: SlotRow | None) -> None:
         known = slot.resident
         if row is None:
             slot.resident = None
         elif known is None or known.key != row.key or known.mark != Mark(row.task, row.tokens):
             slot.resident = _resident_of(row)
             slot.home = self._home_of(row, slot.home)
+            slot.used = self._clock()
 
-    async def _write_down(self, slot: _Slot) -> None:
+    async def _write_down(self, slot: Slot) -> None:
         row = _row_of(self.name, slot)
         if row is None:
             await self._index.call(self._index.index.drop_slot, self.name, slot.number)
@@ -637,7 +808,7 @@ class SlotSwitcher:
 
     # after a request
 
-    async def _mark(self, slot: _Slot) -> None:
+    async def _mark(self, slot: Slot) -> None:
         """Look at what the last request has left, so that a stranger's use is noticed later."""
         try:
             reading = await self._look(slot.number)
@@ -649,7 +820,7 @@ class SlotSwitcher:
         else:
             self._judge(slot, reading)
 
-    async def _settle(self, slot: _Slot, epoch: int, idle_seconds: float) -> None:
+    async def _settle(self, slot: Slot, epoch: int, idle_seconds: float) -> None:
         """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
         pauses = iter(BUSY_PAUSES)
         for number in range(SETTLE_LOOKS):
@@ -684,22 +855,32 @@ class SlotSwitcher:
             return
         await self._write_down(slot)
         if slot.epoch == epoch:
-            slot.locked = False
-            slot.lock.release()
+            self._queue.unlock(slot)
 
-    def _plan_idle_save(self, slot: _Slot, idle_seconds: float) -> None:
+    def _plan_idle_save(self, slot: Slot, idle_seconds: float) -> None:
+        if self.clears_idle:
+            idle_seconds = min(idle_seconds or CLEARING_IDLE_SECONDS, CLEARING_IDLE_SECONDS)
         resident = slot.resident
         if idle_seconds > 0 and resident is not None and resident.key is not None and resident.dirty:
             slot.idle_timer = asyncio.get_running_loop().call_later(
                 idle_seconds, lambda: self._task(self._idle_save(slot, slot.epoch, idle_seconds))
             )
 
-    async def _idle_save(self, slot: _Slot, epoch: int, idle_seconds: float) -> None:
+    async def _idle_save(self, slot: Slot, epoch: int, idle_seconds: float) -> None:
         """Save what nobody has used for a while. Does not wake the server, and waits for nobody."""
-        if slot.epoch != epoch or slot.lease is not None or slot.home is None:
+        if slot.epoch != epoch:
             return
-        self._grant(slot, Lease(self, slot, Want(None), slot.home, idle_seconds))
-        tries, saved = slot.idle_tries + 1, False
+        tries = slot.idle_tries + 1
+        if not await self._put_away(slot) and slot.lease is None and tries < IDLE_TRIES:
+            slot.idle_tries = tries
+            self._plan_idle_save(slot, idle_seconds)
+
+    async def _put_away(self, slot: Slot) -> bool:
+        """Take a slot that is free and save what is dirty in it. Returns whether nothing is left to be saved."""
+        lease = self._hold_of(slot)
+        if slot.lease is not None or slot.yielding or slot.home is None or not self._queue.try_take(lease):
+            return True  # somebody uses it, and will see to it
+        saved = False
         try:
             saved = await self._saved_idle(slot)
         except LlamaServerError as error:
@@ -709,20 +890,19 @@ class SlotSwitcher:
             self._once.bug("idle save", error)
         finally:
             if self.actions.hung:
-                self._dismiss()
+                self._queue.dismiss("the server did not answer")
             self._end_hold(slot)
-            if slot.lease is None and not saved and tries < IDLE_TRIES:
-                slot.idle_tries = tries
-                self._plan_idle_save(slot, idle_seconds)
+        return saved
 
-    def _end_hold(self, slot: _Slot) -> None:
+    def _hold_of(self, slot: Slot) -> Lease:
+        """A lease for work of our own."""
+        return Lease(self, slot, Want(None), slot.home, 0.0, slot.number)
+
+    def _end_hold(self, slot: Slot) -> None:
         """Give back a slot that was held for work of our own; what is in it stays as `slot.resident` says."""
         if slot.lease is not None:
             slot.lease.active = False
-        slot.lease = None
-        slot.epoch += 1
-        if not self._hand_on(slot):
-            self._task(self._let_go(slot, slot.epoch))
+        self._free(slot, lambda: self._let_go(slot, slot.epoch))
 
     async def vacate(self, wait: float, *, first: bool = False, asleep: bool = False) -> Vacated | None:
         """Take every slot of the server at once and save what is dirty: its model is about to be unloaded.
@@ -739,14 +919,14 @@ class SlotSwitcher:
             LlamaServerError: the server does not answer. Nothing is held then.
         """
         rows = await self._index.call(self._index.index.slots, self.name)
-        numbers = {*self._slots, *(row.slot for row in rows)}
+        numbers = {*self.slots, *(row.slot for row in rows)}
         if not asleep:  # another worker may have taken one of which nothing is written down yet
             numbers |= {reading.id for reading in await self._readings()}
-        taken: list[_Slot] = []
+        taken: list[Slot] = []
         done = False
         try:
             for number in sorted(numbers):
-                slot = self._slot(number)
+                slot = self._queue.slot(number)
                 if not await self._hold(slot, wait, first):
                     return None
                 taken.append(slot)
@@ -770,52 +950,37 @@ class SlotSwitcher:
                 raise
             return []  # it is unloaded already
 
-    async def _hold(self, slot: _Slot, wait: float, first: bool = False) -> bool:
-        lease = Lease(self, slot, Want(None), slot.home, 0.0)
-        if slot.lease is None:
-            self._grant(slot, lease)
-        else:
-            if wait <= 0:
+    async def _hold(self, slot: Slot, wait: float, first: bool = False) -> bool:
+        lease = self._hold_of(slot)
+        if wait <= 0:
+            if not self._queue.try_take(lease):
                 return False
+        else:
             try:
-                await self._take(slot, lease, wait, first)
+                await self._take(lease, wait, first=first)
             except NoTurnError:
                 return False
-        if slot.locked:
-            return True
         held = False
         try:
-            held = await slot.lock.acquire(wait) if wait > 0 else slot.lock.try_acquire()
-            if held:
-                slot.locked, slot.turns = True, 1
-                await self._read_up(slot)
-        except OSError as error:
-            self._no_locks(error)
-            held = slot.locked = True
+            await self._read_up(slot)
+            held = True
         finally:
             if not held:
                 self._end_hold(slot)
-        return held
+        return True
 
-    async def _save_before_end(self, slot: _Slot, reading: SlotReading | None) -> None:
+    async def _save_before_end(self, slot: Slot, reading: SlotReading | None) -> None:
         if reading is None:
             slot.resident = None
             return
         self._judge(slot, reading)
-        if worth_saving(slot.resident, slot.min_tokens):
+        if self._worth_saving(slot):
             identity = await self._identify(slot)
-            if self.actions.works_for(identity) and worth_saving(slot.resident, slot.min_tokens):
+            if self.actions.works_for(identity) and self._worth_saving(slot):
                 await self._save(slot, set())
 
-    async def _saved_idle(self, slot: _Slot) -> bool:
-        if not slot.locked:
-            try:
-                if not slot.lock.try_acquire():
-                    return True  # another process uses it, and will see to it
-            except OSError as error:
-                self._no_locks(error)
-            slot.locked = True
-            await self._read_up(slot)
+    async def _saved_idle(self, slot: Slot) -> bool:
+        await self._read_up(slot)
         if self._host is not None and not await self._host.loaded():
             slot.resident = None
             return True
@@ -828,22 +993,21 @@ class SlotSwitcher:
                 slot.resident = None
             else:
                 self._judge(slot, reading)
-                if worth_saving(slot.resident, slot.min_tokens):
+                if self._worth_saving(slot):
                     return await self._save(slot, set())
         return True
 
-    async def _let_go(self, slot: _Slot, epoch: int) -> None:
+    def _worth_saving(self, slot: Slot) -> bool:
+        resident = slot.resident
+        if resident is None or resident.mark is None or not worth_saving(resident, slot.min_tokens):
+            return False
+        return self.actions.speeds.restoring_pays(resident.mark.tokens, resident.mark.tokens)
+
+    async def _let_go(self, slot: Slot, epoch: int) -> None:
         if slot.locked and slot.epoch == epoch:
             await self._write_down(slot)
             if slot.epoch == epoch:
-                slot.locked = False
-                slot.lock.release()
-
-    def _dismiss(self) -> None:
-        """The server does not answer: nobody waits for it any longer."""
-        for slot in self._slots.values():
-            for turn, _ in slot.waiters:
-                _expire(turn, "the server did not answer")
+                self._queue.unlock(slot)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -855,7 +1019,7 @@ class SlotSwitcher:
 class Vacated:
     """The slots of a server, taken and saved, because its model is about to go."""
 
-    def __init__(self, switcher: SlotSwitcher, slots: list[_Slot]) -> None:
+    def __init__(self, switcher: SlotSwitcher, slots: list[Slot]) -> None:
         self._switcher = switcher
         self._slots = slots
 
@@ -870,24 +1034,25 @@ class Vacated:
 
 def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
     """What a request has left in its slot, not looked at yet."""
-    want, reading, identity = lease.want, lease._reading, lease._identity
-    same = before if before is not None and before.key is not None and before.key == want.key else None
+    want, reading, identity = lease.want, lease.reading, lease.identity
+    same = before if before is not None and before.key is not None and before.key == lease.key else None
     return Resident(
-        key=want.key,
+        key=lease.key,
+        session=want.session,
         owner=want.owner,
         dirty=True,
         task_before=reading.task if reading else None,
         tokens_before=before.mark.tokens if before and before.mark else reading.tokens if reading else 0,
         before=replace(before, before=None) if before else None,
         whole=ending is Ending.ANSWERED,
-        saved_tokens=max(same.saved_tokens if same else 0, lease._saved_tokens),
+        saved_tokens=max(same.saved_tokens if same else 0, lease.saved_tokens),
         model=identity.model if identity else same.model if same else "",
         boot=identity.boot if identity else same.boot if same else "",
         chain=want.chain,
     )
 
 
-def _row_of(server: str, slot: _Slot) -> SlotRow | None:
+def _row_of(server: str, slot: Slot) -> SlotRow | None:
     resident = slot.resident
     if resident is None or resident.mark is None or slot.home is None:
         return None
@@ -895,6 +1060,7 @@ def _row_of(server: str, slot: _Slot) -> SlotRow | None:
         server=server,
         slot=slot.number,
         key=resident.key,
+        session=resident.session,
         owner=resident.owner,
         folder=slot.home.id,
         route=slot.home.route,
@@ -912,6 +1078,7 @@ def _row_of(server: str, slot: _Slot) -> SlotRow | None:
 def _resident_of(row: SlotRow) -> Resident:
     return Resident(
         key=row.key,
+        session=row.session,
         owner=row.owner,
         dirty=row.dirty,
         mark=Mark(row.task, row.tokens),
@@ -923,6 +1090,6 @@ def _resident_of(row: SlotRow) -> Resident:
     )
 
 
-def _expire(turn: asyncio.Future[None], why: str) -> None:
-    if not turn.done():
-        turn.set_exception(NoTurnError(why))
+def _is_nobodys(slot: Slot) -> bool:
+    """Whether this process has nothing to do with the slot right now."""
+    return slot.lease is None and not slot.locked and not slot.yielding

@@ -43,6 +43,7 @@ class Road:
             "save_path": str(fake.save_dir),
             "state_dir": str(folder / "state"),
             "min_tokens": 1,
+            "slot": 0,
         }
         self.prompts: dict[str, str] = {}
 
@@ -55,7 +56,7 @@ class Road:
             "api_base": f"{BASE}/v1",
             "api_key": "none",
             "model_info": {"id": "d1", "slot_cache": self.options if options is ... else options},
-            "messages": [{"role": "user", "content": WORDS}],
+            "messages": [{"role": "user", "content": f"{session}: {WORDS}"}],
             "litellm_call_id": "c1",
             metadata: {"model_group": "smol"},
             "proxy_server_request": {"headers": {} if session is None else {"x-session-id": session}},
@@ -967,7 +968,7 @@ async def test_a_line_tells_where_the_prompt_differs(road: Road, said: Callable[
         "",
         "the first 2 messages are the same, 2 new messages follow",
         "the first 0 messages are the same, message 1 (system) is the same for its first 0 of 8 characters",
-        "the first 0 messages are the same, message 1 (system) is the same for its first 0 of 7 characters",
+        "the first 2 messages are the same, the end was cut",
     ]
 
 

@@ -513,7 +513,7 @@ def _fill_and_damage(index: SqliteIndex, path: Path) -> None:
     helper.close()
     writer = sqlite3.connect(path)  # makes the open connection read the file again
     writer.execute("DELETE FROM slots")
-    writer.execute("INSERT INTO slots SELECT 's', 1, '', '', '', '', 1, 1, 1, 1, 1, '', '', ''")
+    writer.execute("INSERT INTO slots SELECT 's', 1, '', '', '', '', 1, 1, 1, 1, 1, '', '', '', NULL")
     writer.commit()
     writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     writer.close()
@@ -573,7 +573,7 @@ def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.
     SqliteIndex(path).close()
     monkeypatch.setattr(index_module, "SCHEMA", SCHEMA + 1)
     monkeypatch.setattr(
-        index_module, "_MIGRATIONS", [*index_module._MIGRATIONS, "CREATE TABLE good (x); CREATE TABLE caches (x);"]
+        index_module, "_MIGRATIONS", [*index_module._MIGRATIONS, ["CREATE TABLE good (x)", "CREATE TABLE caches (x)"]]
     )
     with pytest.raises(sqlite3.OperationalError):
         SqliteIndex(path)
@@ -589,7 +589,7 @@ def test_the_next_migration_keeps_what_is_there(path: Path, monkeypatch: pytest.
     first.close()
     monkeypatch.setattr(index_module, "SCHEMA", SCHEMA + 1)
     monkeypatch.setattr(
-        index_module, "_MIGRATIONS", [*index_module._MIGRATIONS, "ALTER TABLE caches ADD COLUMN host TEXT DEFAULT ''"]
+        index_module, "_MIGRATIONS", [*index_module._MIGRATIONS, ["ALTER TABLE caches ADD COLUMN host TEXT DEFAULT ''"]]
     )
     index = SqliteIndex(path)
     assert index.caches() == [cache()]

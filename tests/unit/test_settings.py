@@ -48,7 +48,9 @@ def test_only_true_or_a_mapping_is_understood(raw: object) -> None:
 
 
 DEFAULTS: dict[str, Any] = {
-    "slot": 0,
+    "slot": None,
+    "slots": "auto",
+    "evict": "cost",
     "model": None,
     "save_path": None,
     "max_files": 0,
@@ -78,6 +80,8 @@ def test_the_table_of_defaults_is_complete() -> None:
 
 FROM_ENVIRONMENT = [
     ("slot", "LLAMA_SLOT", "3", 3),
+    ("slots", "LLAMA_SLOTS", "3", 3),
+    ("slots", "LLAMA_SLOTS", "auto", "auto"),
     ("save_path", "LLAMA_SLOT_SAVE_PATH", "/var/cache/slots", Path("/var/cache/slots")),
     ("max_files", "LLAMA_CACHE_MAX_FILES", "12", 12),
     ("max_gib", "LLAMA_CACHE_MAX_GIB", "1.5", 1.5),
@@ -94,6 +98,7 @@ def test_a_variable_sets_the_default(option: str, variable: str, text: str, valu
 
 GIVEN: dict[str, Any] = {
     "slot": 7,
+    "slots": 7,
     "save_path": "/given",
     "max_files": 70,
     "max_gib": 0.25,
@@ -182,6 +187,8 @@ def test_settings_cannot_be_changed() -> None:
 
 ALLOWED = {
     "slot": "whole number",
+    "slots": "auto, or a whole number, 1 or more",
+    "evict": "cost or lru",
     "model": "model name",
     "save_path": "path",
     "max_files": "whole number",
@@ -207,7 +214,10 @@ BAD: list[tuple[str, object]] = [
         for option in ("max_gib", "save_idle_seconds", "queue_seconds")
         for value in (-0.1, "-1", "much", "", True, False, None, [], {}, math.nan, math.inf, -math.inf, "nan", "inf")
     ],
-    *[(option, None) for option in ("slot", "max_files", "min_tokens")],
+    *[(option, None) for option in ("slots", "max_files", "min_tokens")],
+    *[("slots", value) for value in (0, -1, "0", "-1", 1.5, "all", "", True, False, [], {}, math.nan)],
+    ("evict", "oldest"),
+    ("evict", None),
     ("queue_seconds", 0),
     ("queue_seconds", "0"),
     ("model", ""),
@@ -272,7 +282,32 @@ def test_the_variable_is_not_named_for_a_bad_value_of_the_mapping() -> None:
     assert "LLAMA_SLOT" not in complaint({"slot": -1}, LLAMA_SLOT="2")
 
 
-@pytest.mark.parametrize("name", ["slots", "Slot", "save-path", "", "\N{SNOWMAN}", "x\ny"])
+@pytest.mark.parametrize(
+    ("raw", "environ", "slots"),
+    [
+        (True, {}, None),
+        ({"slots": "auto"}, {}, None),
+        ({"slots": 3}, {}, range(3)),
+        ({"slots": "3"}, {}, range(3)),
+        ({"slot": 0}, {}, 0),
+        ({"slot": 2}, {}, 2),
+        (True, {"LLAMA_SLOT": "2"}, 2),
+        (True, {"LLAMA_SLOTS": "2"}, range(2)),
+        ({"slots": 3}, {"LLAMA_SLOT": "2"}, range(3)),
+        ({"slot": 1}, {"LLAMA_SLOTS": "2"}, 1),
+    ],
+)
+def test_the_slots_of_a_route(raw: object, environ: dict[str, str], slots: object) -> None:
+    assert read(raw, **environ).which_slots == slots
+
+
+def test_one_slot_and_many_are_not_both_to_be_had() -> None:
+    message = complaint({"slot": 1, "slots": 2})
+    assert repr(ROUTE) in message
+    assert "both slot and slots" in message
+
+
+@pytest.mark.parametrize("name", ["slotz", "Slot", "save-path", "", "\N{SNOWMAN}", "x\ny"])
 def test_an_unknown_option_is_told_with_all_that_are_known(name: str) -> None:
     message = complaint({name: 1})
     assert repr(ROUTE) in message

@@ -21,6 +21,7 @@ from slot_cache import switcher as switcher_module
 from slot_cache.folder import CacheFolder
 from slot_cache.index import IndexThread, MemoryIndex
 from slot_cache.llama_server import LlamaServer, LlamaServerError
+from slot_cache.plan import MOST_PASSES
 from slot_cache.request import route_tag
 from slot_cache.state import Ending, Outcome, Want
 from slot_cache.switcher import Lease, SlotSwitcher
@@ -189,7 +190,7 @@ async def test_a_free_slot_is_had_at_once(desk: Desk) -> None:
 
 async def test_first_come_first_served(desk: Desk) -> None:
     holder = await got(desk.acquire("a"))
-    names = ["b", "c", "a", None, "d", "b", "e"]
+    names = ["b", "c", "d", None, "e", "f", "g"]
     waiting = await desk.waiters(*names)
     assert desk.switcher.waiting(0) == len(names)
     holder.release(ANSWERED)
@@ -198,6 +199,27 @@ async def test_first_come_first_served(desk: Desk) -> None:
         assert not any(later.done() for later in waiting[number + 1 :])
         assert desk.switcher.waiting(0) == len(names) - number - 1
         lease.release(ANSWERED)
+    assert desk.switcher.leased() == []
+
+
+async def test_one_whose_cache_is_in_the_slot_goes_first_so_often_at_most(desk: Desk) -> None:
+    a = Talk(desk, "a")
+    await a.turn()
+    holder = await got(desk.acquire("a"))
+    (other,) = await desk.waiters("b")
+    served = []
+    for _ in range(MOST_PASSES + 3):
+        (next_turn,) = await desk.waiters("a")
+        await a.ask(holder)
+        holder.release(ANSWERED)
+        done, _ = await asyncio.wait({other, next_turn}, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        served.append("b" if other in done else "a")
+        if other in done:
+            (await got(other)).release(ANSWERED)
+            (await got(next_turn)).release(ANSWERED)
+            break
+        holder = await got(next_turn)
+    assert served == ["a"] * MOST_PASSES + ["b"]
     assert desk.switcher.leased() == []
 
 
