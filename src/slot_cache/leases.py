@@ -60,6 +60,7 @@ class Lease:
         key: the cache that its request continues or begins, None until that is known, or where there is none.
         waited: seconds from asking to the end of the switch.
         active: not released yet.
+        safe: set when nothing would be lost if its slot were emptied now: it is saved, or its request is on the way.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Lease:
         self.restored = 0
         self.saved_tokens = 0
         self.done = asyncio.Event()
+        self.safe = asyncio.Event()
         self.inside = False
         self.unloaded = False
         self._owner = owner
@@ -138,6 +140,11 @@ class Slot:
     watch: asyncio.Task[None] | None = None
     scout: asyncio.Task[None] | None = None
     """waits for the lock that another process holds"""
+
+    @property
+    def unmarked(self) -> bool:
+        """Its last request has ended a moment ago, and what that has left was not looked at yet."""
+        return self.resident is not None and self.resident.dirty and self.resident.mark is None
 
     @property
     def min_tokens(self) -> int:

@@ -22,6 +22,10 @@ SWITCH_SECONDS = 2.0
 SLOWEST_BYTES_PER_SECOND = 50e6
 """A save or restore may take `SWITCH_SECONDS` and the time its bytes need on a slow disk."""
 
+PATIENCE_SECONDS = 600.0
+"""The server does what is asked of its slots between two batches of the prompts it computes, or when it has woken up. While
+there is such a reason for it not to answer in time, it is waited for so long at most."""
+
 UNKNOWN_BYTES_PER_TOKEN = 128 * 1024
 """A token's size in a file before one has been seen: that of an 8B model with f16 K/V and grouped-query attention."""
 
@@ -29,6 +33,8 @@ MOST_BYTES = 16 * 2**20
 """No answer of a llama-server that is asked here is as long."""
 
 _OF_THE_ROUTER = frozenset({"/health", "/models", "/v1/models", "/models/load", "/models/unload"})
+
+_Send = Callable[[httpx.AsyncClient], Awaitable[tuple[int, bytes]]]
 
 Fault = Literal["unreachable", "timeout", "refused", "nonsense"]
 
@@ -111,7 +117,8 @@ class LlamaServer:
 
     With a `model` every call names it, and none makes the router load it.
 
-    Every method raises `LlamaServerError` and nothing else (but `CancelledError`), within its time. A call on a
+    Every method raises `LlamaServerError` and nothing else (but `CancelledError`), within its time, or, while `has_a_reason`
+    tells that the server may need longer for what concerns its slots, `PATIENCE_SECONDS`. A call on a
     kept-alive connection that the server has closed meanwhile is made once more on a new one; all calls here may
     safely be made twice.
     """
@@ -128,6 +135,7 @@ class LlamaServer:
         self.shown = shown_url(base_url) if model is None else f"{shown_url(base_url)} {shown_model(model)}"
         self.api_key = api_key
         self.model = model
+        self.has_a_reason: Callable[[], Awaitable[bool]] | None = None
         self._transport = transport
         # the server closes an idle connection after 5 s
         self._client = httpx.AsyncClient(
@@ -276,7 +284,8 @@ class LlamaServer:
     ) -> Any:
         what = f"{method} {path}" + (f"?action={params['action']}" if params and "action" in params else "")
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        timeout = httpx.Timeout(seconds, connect=min(seconds, LOOK_SECONDS))
+        patient = path.startswith("/slots")
+        timeout = httpx.Timeout(PATIENCE_SECONDS if patient else seconds, connect=min(seconds, LOOK_SECONDS))
         if self.model is not None and path not in _OF_THE_ROUTER:
             params = {**(params or {}), "autoload": "false"}
             if method == "GET":
@@ -300,7 +309,10 @@ class LlamaServer:
                 await response.aclose()
 
         try:
-            status, body = await asyncio.wait_for(self._twice(send), seconds)
+            if patient and self.has_a_reason is not None:
+                status, body = await self._patiently(send, seconds, self.has_a_reason)
+            else:
+                status, body = await asyncio.wait_for(self._twice(send), seconds)
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise LlamaServerError("timeout", f"{what}: no answer within {seconds:.1f} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
@@ -312,7 +324,24 @@ class LlamaServer:
         except (ValueError, RecursionError):
             raise LlamaServerError("nonsense", f"{what}: the answer is no JSON") from None
 
-    async def _twice(self, send: Callable[[httpx.AsyncClient], Awaitable[tuple[int, bytes]]]) -> tuple[int, bytes]:
+    async def _patiently(
+        self, send: _Send, seconds: float, has_a_reason: Callable[[], Awaitable[bool]]
+    ) -> tuple[int, bytes]:
+        """Send; go on waiting for the answer while there is a reason to."""
+        call = asyncio.ensure_future(self._twice(send))
+        waited = 0.0
+        try:
+            while not (await asyncio.wait({call}, timeout=seconds))[0]:
+                waited += seconds
+                if waited >= PATIENCE_SECONDS or not await has_a_reason():
+                    raise asyncio.TimeoutError
+            return call.result()
+        finally:
+            if not call.done():
+                call.cancel()
+                await asyncio.wait({call})
+
+    async def _twice(self, send: _Send) -> tuple[int, bytes]:
         """Send; once more on a new connection if the one there was broke."""
         try:
             return await send(self._client)

@@ -46,6 +46,11 @@ class StartGate:
                 self._inside.release()
         return held
 
+    @property
+    def occupied(self) -> bool:
+        """Whether a request of this process is inside."""
+        return self._inside.locked()
+
     def wanted(self) -> bool:
         """Whether somebody waits to enter. To be asked by who is inside."""
         return self._waiting > 0 or self._lock.contended()

@@ -57,6 +57,9 @@ between two calls of an agent, so that one conversation alone does not write a f
 START_PAUSES = (0.01, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.5, 0.9)
 """When it is looked whether a request has started that was let go; after the last of these pauses it is taken that it has."""
 
+SAFE_SECONDS = 5.0
+"""How long a request waits before its start for others that save what it would empty."""
+
 MOVES = 3
 """How often a request may be moved to a better slot before it is sent."""
 
@@ -124,6 +127,9 @@ class SlotSwitcher:
         """whether a task's start empties the server's idle slots; None: not seen yet"""
         self._newest = -1
         """the newest task that the last look has shown"""
+        self._computing = False
+        """the last look has shown a request at work"""
+        server.has_a_reason = self._has_a_reason
         self._queue = LeaseQueue(
             name=name,
             lock_folder=lock_folder,
@@ -229,6 +235,7 @@ class SlotSwitcher:
     def ended(self, lease: Lease, ending: Ending) -> None:
         """As `LeaseOwner` says."""
         lease.done.set()
+        lease.safe.set()
         if self._loose.pop(lease, None) is None:
             self._give_back(lease, ending)
 
@@ -367,7 +374,8 @@ class SlotSwitcher:
             reading = await self._find_place(lease, deadline)
             lease.granted = await self._switched(lease, folder, reading)
             if lease.inside:
-                await self._put_others_away()
+                lease.safe.set()
+                await self._put_others_away(lease)
         except LlamaServerError as error:
             self.actions.fault(error)
             lease.granted = Granted(Outcome.UNMANAGED, str(error))
@@ -378,6 +386,7 @@ class SlotSwitcher:
             lease.granted = Granted(Outcome.UNMANAGED, f"internal fault {type(error).__name__}")
             lease.place.resident = None
         finally:
+            lease.safe.set()
             if lease.inside and (lease.granted.outcome is Outcome.UNMANAGED or lease.abandoned):
                 self._leave(lease)
         if lease.inside:
@@ -395,6 +404,8 @@ class SlotSwitcher:
                 raise NoTurnError("the client left")
             gated = self.clears_idle
             if gated and not lease.inside:
+                if self._gate.occupied:
+                    await self._save_first(lease, deadline)
                 await self._enter(lease, deadline)
             reading = await self._look_at_place(lease, deadline)
             if reading is not None and moves < MOVES and self._move(lease):
@@ -410,7 +421,7 @@ class SlotSwitcher:
             await asyncio.sleep(next(pauses, BUSY_SECONDS))
 
     async def _look_at_place(self, lease: Lease, deadline: float) -> SlotReading | None:
-        """Compare the lease's slot with what we remember of it. None: the server is busy with something that we know of."""
+        """Compare the lease's slot with what we remember of it. None: the model had to be loaded again, look once more."""
         slot = lease.place
         await self._read_up(slot)
         await self._refresh()
@@ -422,9 +433,7 @@ class SlotSwitcher:
                 self._host.lost()
                 await self._host.ready(deadline, lambda: lease.abandoned)
                 return None
-            if error.fault != "timeout" or self._clock() > deadline or not await self._has_a_reason(slot):
-                raise
-            return None
+            raise
         self.actions.works_again()
         slot.strangers = reading.processing and not slot.perhaps_busy
         if slot.strangers:
@@ -484,13 +493,49 @@ class SlotSwitcher:
         finally:
             self._leave(lease)
 
-    async def _put_others_away(self) -> None:
-        """Save what is dirty in idle slots: the start of a request empties them."""
+    async def _save_first(self, lease: Lease, deadline: float) -> None:
+        """Save what is dirty in the lease's slot before others start, while it waits for the gate."""
+        slot = lease.place
+        reading = await self._look_at_place(lease, deadline)
+        if reading is not None and not reading.processing and self._worth_saving(slot):
+            identity = await self._identify(slot)
+            if self.actions.works_for(identity) and self._worth_saving(slot):
+                await self._save(slot, set())
+        lease.safe.set()
+
+    async def _put_others_away(self, lease: Lease) -> None:
+        """See that what is dirty in idle slots is saved: the start of a request empties them."""
+        for other in await self._ended_unheard(lease):
+            with contextlib.suppress(asyncio.TimeoutError):  # the end of its request is on the way here
+                await asyncio.wait_for(other.done.wait(), SAFE_SECONDS)
         for slot in list(self.slots.values()):
-            if slot.lease is None and not slot.yielding and self._worth_saving(slot):
-                await self._put_away(slot)
+            holder = slot.lease
+            if holder is None:
+                if not slot.yielding and (slot.unmarked or self._worth_saving(slot)):
+                    await self._put_away(slot)
+            elif holder is not lease and not holder.safe.is_set():
+                with contextlib.suppress(asyncio.TimeoutError):  # it has its slot from one that has just ended
+                    await asyncio.wait_for(holder.safe.wait(), SAFE_SECONDS)
         if self.actions.hung:
             raise LlamaServerError("timeout", "a save timed out")
+
+    async def _ended_unheard(self, lease: Lease) -> list[Lease]:
+        """The leases whose requests have ended at the server, though we were not told so yet."""
+        sent = [
+            (slot, slot.lease)
+            for slot in self.slots.values()
+            if slot.lease is not None and slot.lease is not lease and slot.lease.sent_at is not None
+        ]
+        if not sent:
+            return []
+        readings = {reading.id: reading for reading in await self._look_at_all()}
+        ended = []
+        for slot, other in sent:
+            reading = readings.get(slot.number)
+            idle = reading is not None and not reading.processing and slot.lease is other
+            if reading is not None and idle and other.reading is not None and other.reading.task != reading.task:
+                ended.append(other)
+        return ended
 
     # the plan and what comes of it
 
@@ -505,6 +550,11 @@ class SlotSwitcher:
             return Granted(plan.outcome)
         identity = lease.identity = await self._identify(slot)
         works = self.actions.works_for(identity)
+        if works and not self._shares(lease, slot) and self._worth_saving(slot):
+            await self._save(slot, {want.key} if want.key else set())
+        if not self._shares(lease, slot):
+            lease.safe.set()  # nobody waits for us while we wait for them
+            await self._until_safe(lease)
         known = await folder.known(identity.model) if works and want.knows_itself else []
         mine = self._continue(lease, known)
         want = replace(want, key=lease.key)
@@ -527,6 +577,19 @@ class SlotSwitcher:
             report.info("%s slot %d: miss %s", self.server.shown, slot.number, want.key)
         return Granted(outcome, tokens=0 if outcome is Outcome.COLD else tokens)
 
+    async def _until_safe(self, lease: Lease) -> None:
+        """Where the conversation that the request continues is just being saved in a slot that another one has got: wait."""
+        for slot in list(self.slots.values()):
+            holder = slot.lease
+            if (
+                slot is not lease.place
+                and holder is not None
+                and not holder.safe.is_set()
+                and self._shares(lease, slot)
+            ):
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(holder.safe.wait(), SAFE_SECONDS)
+
     def _is_there(self, lease: Lease, folder: CacheFolder) -> bool:
         """Whether the slot holds all of the conversation that the request continues; then nothing else is looked at."""
         resident, want = lease.place.resident, lease.want
@@ -546,13 +609,15 @@ class SlotSwitcher:
             lease.key = want.key or want.session
             return True
         here = [*self._residents(lease.place), *known]
-        elsewhere = {
-            slot.resident.key for slot in self.slots.values() if slot is not lease.place and slot.resident is not None
-        }
-        in_use = of_keys(self.slots.values()) | {key for key in elsewhere if key is not None}
+        others = [slot for slot in self.slots.values() if slot is not lease.place and slot.resident is not None]
+        dirty = {slot.resident.key for slot in others if slot.resident is not None and slot.resident.dirty}
+        in_use = of_keys(self.slots.values()) | {key for key in dirty if key is not None}
         found = continued(want, here, in_use)
         if found is not None:
             lease.key = found.key
+            for slot in others:
+                if slot.resident is not None and slot.resident.key == found.key:
+                    slot.resident = None  # what is left there is an old copy
             return True
         taken = in_use | {cache.key for cache in here}
         if want.session is not None and want.session not in taken:
@@ -633,23 +698,28 @@ class SlotSwitcher:
             self._clears = None
 
     async def _look(self, number: int) -> SlotReading:
-        """Look at the slots; what is learned of the idle ones that nobody has is noted."""
+        """Look at one slot."""
+        readings = await self._look_at_all(number)
+        for reading in readings:
+            if reading.id == number:
+                return reading
+        raise LlamaServerError("refused", f"the server has no slot {number}, it has {len(readings)}")
+
+    async def _look_at_all(self, but: int | None = None) -> list[SlotReading]:
+        """Look at the slots; what is learned of the idle ones that nobody has is noted, but for one."""
         before = {slot.number: (slot.epoch, slot.resident) for slot in self.slots.values() if slot.lease is None}
         readings = await self.server.slots()
+        self._computing = any(reading.processing for reading in readings)
         self._newest = max((reading.task for reading in readings if reading.task is not None), default=-1)
-        asked: SlotReading | None = None
         for reading in readings:
             slot = self._queue.slot(reading.id)
-            if reading.id == number:
-                asked = reading
-            elif slot.lease is None and not slot.yielding and before.get(reading.id) == (slot.epoch, slot.resident):
+            known = before.get(reading.id) == (slot.epoch, slot.resident)
+            if reading.id != but and known and slot.lease is None and not slot.yielding:
                 self._note(slot, reading)
         if self._queue.count != len(readings):
             self._queue.count = len(readings)
             self._queue.hand_on_all()
-        if asked is None:
-            raise LlamaServerError("refused", f"the server has no slot {number}, it has {len(readings)}")
-        return asked
+        return readings
 
     def _note(self, slot: Slot, reading: SlotReading) -> None:
         slot.strangers = reading.processing and not slot.perhaps_busy
@@ -658,9 +728,11 @@ class SlotSwitcher:
         elif not reading.processing:
             self._judge(slot, reading)
 
-    async def _has_a_reason(self, slot: Slot) -> bool:
+    async def _has_a_reason(self) -> bool:
         """Whether a server that does not answer in time is busy with what we know of: a batch of a prompt, or waking up."""
-        if slot.perhaps_busy or len(self.leased()) > 1:
+        slots = self.slots.values()
+        sent = any(slot.lease is not None and slot.lease.sent_at is not None for slot in slots)
+        if sent or self._computing or any(slot.perhaps_busy for slot in slots):
             return await self.server.alive()
         try:
             return await self.server.sleeping()
@@ -850,6 +922,9 @@ class SlotSwitcher:
                     return
         if slot.epoch != epoch:
             return
+        if self.clears_idle and self._gate.occupied and slot.home is not None:
+            await self._put_away(slot)  # somebody is about to start
+            return
         self._plan_idle_save(slot, idle_seconds)
         if not slot.locked:
             return
@@ -902,6 +977,7 @@ class SlotSwitcher:
         """Give back a slot that was held for work of our own; what is in it stays as `slot.resident` says."""
         if slot.lease is not None:
             slot.lease.active = False
+            slot.lease.safe.set()
         self._free(slot, lambda: self._let_go(slot, slot.epoch))
 
     async def vacate(self, wait: float, *, first: bool = False, asleep: bool = False) -> Vacated | None:

@@ -1,0 +1,117 @@
+"""More conversations than slots, and conversations known by what they say, on a real llama-server and LiteLLM proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+import house
+from clients import Reply, Session
+from relay import Relay
+from slot_cache.lab.chat import open_client
+from slot_cache.lab.configs import route
+from slot_cache.lab.proxy import LiteLLMProxy
+
+pytestmark = pytest.mark.real
+
+
+@dataclass(frozen=True)
+class House:
+    """The routes `managed` (the plugin) and `pinned-0` to `pinned-3` (no plugin, one slot each) lead to `relay`."""
+
+    relay: Relay
+    proxy: LiteLLMProxy
+    talker: Path
+
+
+@pytest.fixture(scope="module")
+def many_slots(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("many-slots")
+    with Relay() as relay:
+        options = {"save_path": str(folder / "saved")}
+        with house.proxy(
+            folder,
+            route("managed", relay.base_url, slot_cache=options),
+            *(route(f"pinned-{slot}", relay.base_url, id_slot=slot) for slot in range(4)),
+        ) as proxy:
+            yield House(relay, proxy, talker)
+
+
+@pytest_asyncio.fixture
+async def client(many_slots: House) -> AsyncIterator[httpx.AsyncClient]:
+    async with open_client(many_slots.proxy.url, many_slots.proxy.key) as opened:
+        yield opened
+
+
+@pytest.fixture
+def saved(many_slots: House, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return many_slots.proxy.folder / "saved"
+
+
+def words_of(name: str, length: int) -> str:
+    """A text that differs from every other name's in its first characters and all along."""
+    text = ""
+    for number in itertools.count():
+        text += f"{name}{number * 7919 % 1000} "
+        if len(text) >= length:
+            return text[:length]
+    raise AssertionError
+
+
+def reuse(sessions: list[list[Reply]]) -> float:
+    """The share of the sessions' previous prompts that was not computed again."""
+    pairs = [pair for session in sessions for pair in itertools.pairwise(session)]
+    return sum(min(now.cached_tokens, last.prompt_tokens) for last, now in pairs) / sum(
+        last.prompt_tokens for last, _ in pairs
+    )
+
+
+async def talk(client: httpx.AsyncClient, session: Session, turns: int, length: int = 300) -> list[Reply]:
+    replies = []
+    for turn in range(turns):
+        text = words_of(f"{session.name or session.route}-{turn}-", length)
+        replies.append(await session.ask(client, text, stream=turn % 2 == 0))
+    return replies
+
+
+def slots_used(relay: Relay, first: int) -> set[int]:
+    return {call.body["id_slot"] for call in relay.calls[first:] if call.kind == "request" and "id_slot" in call.body}
+
+
+SERVERS = {
+    "-np 4": {"slots": 4, "ctx": 4 * 16384},
+    "own defaults": {
+        "slots": 4,
+        "ctx": 65536,
+        "kv_unified": True,
+        "cache_idle_slots": True,
+        "cache_ram_mib": 8192,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "least"), [("-np 4", 0.99), ("own defaults", 0.98)])
+async def test_six_conversations_in_four_slots(
+    many_slots: House, client: httpx.AsyncClient, name: str, least: float
+) -> None:
+    with house.server(many_slots.talker, many_slots.proxy.folder, **SERVERS[name]) as server:
+        many_slots.relay.target = server.base_url
+        first = len(many_slots.relay.calls)
+        sessions = [Session(f"{name} six {number}", "managed") for number in range(6)]
+        replies = await asyncio.gather(*(talk(client, session, 8) for session in sessions))
+        used = slots_used(many_slots.relay, first)
+        pinned = [Session(f"{name} pinned {number}", f"pinned-{number % 4}") for number in range(6)]
+        without = await asyncio.gather(*(talk(client, session, 8) for session in pinned))
+    outcomes = sorted(reply.outcome or "" for session in replies for reply in session)
+    print(f"{name}: reuse of 6 conversations at once in 4 slots: {reuse(replies):.3f}, pinned: {reuse(without):.3f}")
+    print({outcome: outcomes.count(outcome) for outcome in outcomes})
+    assert used == {0, 1, 2, 3}
+    assert reuse(replies) >= least
+    assert reuse(without) < 0.9
