@@ -310,16 +310,20 @@ class Slots(RuleBasedStateMachine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+EXAMPLES = os.environ.get("SLOT_CACHE_EXAMPLES")
+"""Always the same steps, that a test run says something of the code and not of luck. Other ones when so many examples are
+asked for; `--hypothesis-seed=N` chooses them."""
+
+
 def test_the_rules_hold_whatever_happens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = type("Slots", (Slots,), {"root": tmp_path})
     STEPS.clear()
     run_state_machine_as_test(
         machine,
         settings=settings(
-            # always the same steps, that a test run says something of the code and not of luck; other ones when asked for
-            derandomize="SLOT_CACHE_EXAMPLES" not in os.environ,
+            derandomize=EXAMPLES is None,
             database=None,
-            max_examples=int(os.environ.get("SLOT_CACHE_EXAMPLES", "60")),
+            max_examples=int(EXAMPLES or "160"),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -329,3 +333,4 @@ def test_the_rules_hold_whatever_happens(tmp_path: Path, capsys: pytest.CaptureF
     )
     with capsys.disabled():
         print(f"\n{dict(STEPS)}")
+    assert EXAMPLES is not None or STEPS["steps"] >= 4000
