@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import time
 from collections import deque
@@ -43,6 +42,10 @@ SETTLE_LOOKS = 6
 """How often, with those pauses, a slot is looked at after its request was broken off, or where the server does not answer,
 while nobody waits for it."""
 
+FAILED_LOOKS = 3
+"""After so many looks that the server did not answer for another reason than that it was busy, what a request has left
+cannot be told any more from what somebody else has left there meanwhile."""
+
 TURNS_IN_A_ROW = 8
 """So many requests of one process use a slot in a row before another process that waits for it gets it."""
 
@@ -72,7 +75,8 @@ class _Slot:
     home: CacheFolder | None = None
     """the folder of the resident's route"""
     disturbed: bool = False
-    """a request of ours that has no slot was at the server meanwhile, and may have used this one"""
+    """somebody else may have used it meanwhile: a request of ours that has no slot, or whoever came after one that ended
+    without a word"""
     perhaps_busy: bool = False
     """its last request was broken off: the server may need a moment, or the rest of a batch, to notice"""
     epoch: int = 0
@@ -200,6 +204,7 @@ class SlotSwitcher:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loose: dict[Lease, float] = {}
         self._identity: Identity | None = None
+        self._closed = False
 
     def _slot(self, number: int) -> _Slot:
         slot = self._slots.get(number)
@@ -222,7 +227,12 @@ class SlotSwitcher:
         return 0 if entry is None else sum(not turn.done() for turn, _ in entry.waiters)
 
     async def aclose(self) -> None:
-        """End the background work, free the locks, close the connections. Nothing is saved."""
+        """End the background work, free the locks, close the connections. Nothing is saved.
+
+        What is released or asked for later is not looked at any more; such a request goes on without a slot.
+        """
+        self._closed = True
+        self._dismiss("this process ends")
         for slot in self._slots.values():
             if slot.idle_timer is not None:
                 slot.idle_timer.cancel()
@@ -247,9 +257,11 @@ class SlotSwitcher:
             asyncio.CancelledError: the caller was cancelled; it holds nothing.
         """
         slot = self._slot(number)
+        lease = Lease(self, slot, want, folder, idle_seconds)
+        if self._closed:
+            return self._loosen(lease, "this process ends")
         if folder.needs_sweep:
             self._task(self._sweep(folder))
-        lease = Lease(self, slot, want, folder, idle_seconds)
         asked = self._clock()
         if self.actions.hung:
             return self._loosen(lease, "the server did not answer a moment ago")
@@ -336,8 +348,8 @@ class SlotSwitcher:
         slot.lease = None
         slot.epoch += 1
         slot.idle_tries = 0
-        if not self._hand_on(slot):
-            self._task(self._settle(slot, slot.epoch, lease._idle_seconds))
+        if not self._closed and not self._hand_on(slot):
+            self._task(self._settle(slot, slot.epoch, lease._idle_seconds, sent=ending is not Ending.UNSENT))
 
     def _hand_on(self, slot: _Slot) -> bool:
         while slot.waiters:
@@ -387,6 +399,7 @@ class SlotSwitcher:
                 report.info(
                     "%s slot %d: its request ended without a word, the slot is free", self.server.shown, slot.number
                 )
+                slot.disturbed = slot.disturbed or seen  # nothing tells who has used it last
                 lease.release(Ending.BROKEN)
                 return
 
@@ -406,7 +419,7 @@ class SlotSwitcher:
             lease.granted = Granted(Outcome.UNMANAGED, f"internal fault {type(error).__name__}")
             slot.resident = None
         if self.actions.hung:
-            self._dismiss()
+            self._dismiss("the server did not answer")
 
     async def _switched(self, slot: _Slot, lease: Lease, folder: CacheFolder, deadline: float) -> Granted:
         want = lease.want
@@ -647,22 +660,25 @@ class SlotSwitcher:
         else:
             self._judge(slot, reading)
 
-    async def _settle(self, slot: _Slot, epoch: int, idle_seconds: float) -> None:
+    async def _settle(self, slot: _Slot, epoch: int, idle_seconds: float, sent: bool) -> None:
         """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
-        pauses = iter(BUSY_PAUSES)
-        for number in range(SETTLE_LOOKS):
+        pauses, failed = iter(BUSY_PAUSES), 0
+        known = not sent and (slot.resident is None or slot.resident.mark is not None)
+        for number in range(0 if known else SETTLE_LOOKS):
             reading, gone = None, False
-            with contextlib.suppress(LlamaServerError):  # once is nothing: a batch of another slot's prompt may be long
+            try:
                 if self._host is not None:
                     gone = not await self._host.loaded()
-                elif number:  # it may have fallen asleep since
+                elif number or not sent:  # it may have fallen asleep since
                     gone = await self.server.sleeping()
                 if not gone:
                     reading = await self._look(slot.number)
+            except LlamaServerError as error:  # a time-out is nothing: a batch of another slot's prompt may be long
+                failed += error.fault != "timeout"
             if slot.epoch != epoch:
                 return
-            if gone:
-                slot.resident = None  # to look would load or wake it
+            if gone or failed >= FAILED_LOOKS:
+                slot.resident = None  # to look would load or wake it; or it is too late to tell whose that is
                 break
             if reading is not None and not reading.processing:
                 self._judge(slot, reading)
@@ -707,7 +723,7 @@ class SlotSwitcher:
             self._once.bug("idle save", error)
         finally:
             if self.actions.hung:
-                self._dismiss()
+                self._dismiss("the server did not answer")
             self._end_hold(slot)
             if slot.lease is None and not saved and tries < IDLE_TRIES:
                 slot.idle_tries = tries
@@ -719,7 +735,7 @@ class SlotSwitcher:
             slot.lease.active = False
         slot.lease = None
         slot.epoch += 1
-        if not self._hand_on(slot):
+        if not self._closed and not self._hand_on(slot):
             self._task(self._let_go(slot, slot.epoch))
 
     async def vacate(self, wait: float, *, first: bool = False, asleep: bool = False) -> Vacated | None:
@@ -837,11 +853,11 @@ class SlotSwitcher:
                 slot.locked = False
                 slot.lock.release()
 
-    def _dismiss(self) -> None:
-        """The server does not answer: nobody waits for it any longer."""
+    def _dismiss(self, why: str) -> None:
+        """Nobody waits for a slot any longer."""
         for slot in self._slots.values():
             for turn, _ in slot.waiters:
-                _expire(turn, "the server did not answer")
+                _expire(turn, why)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
