@@ -329,7 +329,7 @@ def test_the_rules_hold_whatever_happens(tmp_path: Path, capsys: pytest.CaptureF
         settings=settings(
             derandomize=EXAMPLES is None,
             database=None,
-            max_examples=int(EXAMPLES or "160"),
+            max_examples=int(EXAMPLES or "180"),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
