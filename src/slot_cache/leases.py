@@ -124,7 +124,8 @@ class Slot:
     used: float = float("-inf")
     """when its last request ended"""
     disturbed: bool = False
-    """a request of ours that has no slot was at the server meanwhile, and may have used this one"""
+    """somebody else may have used it meanwhile: a request of ours that has no slot, or whoever came after one that ended
+    without a word"""
     perhaps_busy: bool = False
     """its last request was broken off: the server may need a moment, or the rest of a batch, to notice"""
     strangers: bool = False

@@ -47,6 +47,10 @@ SETTLE_LOOKS = 6
 """How often, with those pauses, a slot is looked at after its request was broken off, or where the server does not answer,
 while nobody waits for it."""
 
+FAILED_LOOKS = 3
+"""After so many looks that the server did not answer for another reason than that it was busy, what a request has left
+cannot be told any more from what somebody else has left there meanwhile."""
+
 IDLE_TRIES = 3
 """How often an idle save that failed is tried again."""
 
@@ -169,8 +173,12 @@ class SlotSwitcher:
         return self._clears is not False and (self._queue.count or 1) > 1
 
     async def aclose(self) -> None:
-        """End the background work, free the locks, close the connections. Nothing is saved."""
+        """End the background work, free the locks, close the connections. Nothing is saved.
+
+        What is released or asked for later is not looked at any more; such a request goes on without a slot.
+        """
         self._queue.closed = True
+        self._queue.dismiss("this process ends")
         for slot in self.slots.values():
             if slot.idle_timer is not None:
                 slot.idle_timer.cancel()
@@ -194,9 +202,11 @@ class SlotSwitcher:
         Raises:
             asyncio.CancelledError: the caller was cancelled; it holds nothing.
         """
+        lease = Lease(self, self._queue.allowed(which)[0], want, folder, idle_seconds, which)
+        if self._queue.closed:
+            return self._loosen(lease, "this process ends")
         if folder.needs_sweep:
             self._task(self._sweep(folder))
-        lease = Lease(self, self._queue.allowed(which)[0], want, folder, idle_seconds, which)
         asked = self._clock()
         if self.actions.hung:
             return self._loosen(lease, "the server did not answer a moment ago")
@@ -272,12 +282,15 @@ class SlotSwitcher:
             slot.empty, slot.seen_idle = False, None
             slot.perhaps_busy = ending is Ending.BROKEN
         slot.idle_tries = 0
-        self._free(slot, lambda: self._settle(slot, slot.epoch, lease.idle_seconds))
+        sent = ending is not Ending.UNSENT
+        self._free(slot, lambda: self._settle(slot, slot.epoch, lease.idle_seconds, sent))
 
     def _free(self, slot: Slot, otherwise: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Nobody has the slot any more: the next one here, another process, or else what is to be done then."""
         slot.lease = None
         slot.epoch += 1
+        if self._queue.closed:
+            return
         if self._queue.waiting(slot) and self._queue.must_yield(slot):
             slot.yielding = True
             self._task(self._yield(slot))
@@ -361,6 +374,7 @@ class SlotSwitcher:
                 report.info(
                     "%s slot %d: its request ended without a word, the slot is free", self.server.shown, slot.number
                 )
+                slot.disturbed = slot.disturbed or seen  # nothing tells who has used it last
                 lease.release(Ending.BROKEN)
                 return
 
@@ -892,22 +906,25 @@ class SlotSwitcher:
         else:
             self._judge(slot, reading)
 
-    async def _settle(self, slot: Slot, epoch: int, idle_seconds: float) -> None:
+    async def _settle(self, slot: Slot, epoch: int, idle_seconds: float, sent: bool) -> None:
         """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
-        pauses = iter(BUSY_PAUSES)
-        for number in range(SETTLE_LOOKS):
+        pauses, failed = iter(BUSY_PAUSES), 0
+        known = not sent and (slot.resident is None or slot.resident.mark is not None)
+        for number in range(0 if known else SETTLE_LOOKS):
             reading, gone = None, False
-            with contextlib.suppress(LlamaServerError):  # once is nothing: a batch of another slot's prompt may be long
+            try:
                 if self._host is not None:
                     gone = not await self._host.loaded()
-                elif number:  # it may have fallen asleep since
+                elif number or not sent:  # it may have fallen asleep since
                     gone = await self.server.sleeping()
                 if not gone:
                     reading = await self._look(slot.number)
+            except LlamaServerError as error:  # a time-out is nothing: a batch of another slot's prompt may be long
+                failed += error.fault != "timeout"
             if slot.epoch != epoch:
                 return
-            if gone:
-                slot.resident = None  # to look would load or wake it
+            if gone or failed >= FAILED_LOOKS:
+                slot.resident = None  # to look would load or wake it; or it is too late to tell whose that is
                 break
             if reading is not None and not reading.processing:
                 self._judge(slot, reading)

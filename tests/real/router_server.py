@@ -1,4 +1,4 @@
-"""A real router: llama-server without a model of its own, which starts one process for each model it is asked for."""
+"""llama-server's own program: with one model, or as a router, which starts one process for each model it is asked for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from slot_cache.lab import guard
 from slot_cache.lab.process import child_environment, close_and_wait, free_port, wait_until_healthy
 from talker import build_talker
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NAMES = ("alpha", "beta", "gamma")
 START_SECONDS = 60.0
@@ -49,33 +52,36 @@ def build_models(folder: Path, names: tuple[str, ...] = NAMES) -> Path:
     return folder
 
 
-class RouterServer:
-    """A router that this process owns: it ends, with its models, with `stop`, and whenever this process ends.
+class ModelServer:
+    """llama-server's program with one model and one slot, a process that this one owns: it ends with `stop`, and whenever
+    this process ends.
 
-    models      the folder of the models
+    model       the model's file
     folder      for its log and the saved caches
-    models_max  --models-max; None leaves it at the router's own default
     arguments   more of the command line
     """
 
+    what = "llama-server"
+
     def __init__(
         self,
-        models: Path,
+        model: Path,
         folder: Path,
         *,
-        models_max: int | None = None,
         port: int = 0,
         save_path: Path | None = None,
         arguments: tuple[str, ...] = (),
     ) -> None:
-        self.models_folder = models
-        self.models_max = models_max
+        self.model = model
         self.port = port or free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.save_path = save_path or folder / "saved"
-        self.log_path = folder / f"router-{self.port}.log"
+        self.log_path = folder / f"{self.what.split()[-1]}-{self.port}.log"
         self.arguments = arguments
         self._child: subprocess.Popen[bytes] | None = None
+
+    def _models(self) -> list[str]:
+        return ["-m", str(self.model)]
 
     @property
     def running(self) -> bool:
@@ -87,11 +93,9 @@ class RouterServer:
         if binary is None:
             raise FileNotFoundError(why)
         self.save_path.mkdir(parents=True, exist_ok=True)
-        command = [str(binary), "--models-dir", str(self.models_folder), "--host", "127.0.0.1"]
+        command = [str(binary), *self._models(), "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--slot-save-path", f"{self.save_path}/"]
         command += ["-np", "1", "-c", "16384", "--cache-ram", "0", "-t", "1", "--no-warmup", *self.arguments]
-        if self.models_max is not None:
-            command += ["--models-max", str(self.models_max)]
         with self.log_path.open("ab") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-I", str(guard.__file__), str(GRACE_SECONDS), *command],
@@ -102,9 +106,7 @@ class RouterServer:
                 start_new_session=True,
             )
         try:
-            wait_until_healthy(
-                "the router", f"{self.base_url}/health", lambda: self.running, self.log_path, START_SECONDS
-            )
+            wait_until_healthy(self.what, f"{self.base_url}/health", lambda: self.running, self.log_path, START_SECONDS)
         except BaseException:
             self.stop()
             raise
@@ -116,6 +118,32 @@ class RouterServer:
                 os.killpg(self._child.pid, signal.SIGKILL)
                 self._child.wait()
             self._child = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class RouterServer(ModelServer):
+    """A router with all models of a folder.
+
+    models_max  --models-max; None leaves it at the router's own default
+    """
+
+    what = "the router"
+
+    def __init__(self, models: Path, folder: Path, *, models_max: int | None = None, **options: Any) -> None:
+        super().__init__(models, folder, **options)
+        self.models_max = models_max
+
+    def _models(self) -> list[str]:
+        most = [] if self.models_max is None else ["--models-max", str(self.models_max)]
+        return ["--models-dir", str(self.model), *most]
 
     def status(self) -> dict[str, str]:
         """The models and what the router says of each. Asking loads none."""
@@ -139,12 +167,3 @@ class RouterServer:
     def props(self) -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{self.base_url}/props", trust_env=False).json()
         return found
-
-    def __enter__(self) -> RouterServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()

@@ -24,7 +24,7 @@ from slot_cache.llama_server import LlamaServer, LlamaServerError
 from slot_cache.plan import MOST_PASSES
 from slot_cache.request import route_tag
 from slot_cache.state import Ending, Outcome, Want
-from slot_cache.switcher import Lease, SlotSwitcher
+from slot_cache.switcher import Granted, Lease, SlotSwitcher
 
 BASE = "http://llama:8080"
 TAG = route_tag("smol")
@@ -1282,9 +1282,20 @@ async def test_a_lease_that_nobody_gave_back_is_found(desk: Desk, soon: None) ->
     await passes(desk, waiter.done)
     assert waiter.result().granted.outcome is COLD
     assert not lost.active
-    assert desk.saved_text("a") == a.prompt[:-1]
+    assert desk.saved_text("a") is None  # somebody else may have come after it
     lost.release(ANSWERED)
     assert waiter.result().active
+
+
+async def test_a_lease_that_was_never_used_leaves_what_was_there_before(desk: Desk, soon: None) -> None:
+    a = Talk(desk, "a")
+    await a.turn()
+    lost = await got(desk.acquire("a"))
+    desk.clock.now += switcher_module.UNSEEN_AFTER_SECONDS
+    (waiter,) = await desk.waiters("b")
+    await passes(desk, waiter.done)
+    assert not lost.active
+    assert desk.saved_text("a") == a.prompt[:-1]
 
 
 async def test_it_is_not_looked_for_while_nobody_waits(desk: Desk, soon: None) -> None:
@@ -1353,6 +1364,18 @@ async def test_one_lost_lease_after_the_other_is_found(desk: Desk, soon: None) -
         lease = waiter.result()
     assert lease.active
     assert lease.want.key == key("d")
+
+
+async def test_one_that_is_closed_lets_requests_go_on_and_asks_nothing_more(desk: Desk) -> None:
+    holder = await got(desk.acquire("a"))
+    (waiter,) = await desk.waiters("b")
+    await desk.switcher.aclose()
+    with desk.calls() as calls:
+        for late in (await got(waiter), await got(desk.acquire("c")), holder):
+            assert late is holder or late.granted == Granted(UNMANAGED, "this process ends")
+            late.release(ANSWERED)
+        await desk.quiet()
+    assert calls == []
 
 
 # everything at once

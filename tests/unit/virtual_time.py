@@ -1,18 +1,22 @@
 """An event loop for tests whose clock stands still while there is work, and jumps when there is none.
 
 Hours pass in no time, nothing is random: what runs in "threads" runs in the loop, one step later. A loop in which nothing
-will ever happen again does not wait: it raises `Stuck`.
+will ever happen again does not wait, and one that never comes to rest does not run on: it raises `Stuck`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import selectors
 from collections.abc import Callable
 from typing import Any
 
 START = 1000.0
+
+TURNS_AT_ONE_TIME = 100_000
+"""Work in which the clock stands still for so many turns of the loop has no end."""
 
 
 class Stuck(Exception):
@@ -21,8 +25,15 @@ class Stuck(Exception):
 
 class _Selector(selectors.DefaultSelector):
     loop: VirtualLoop
+    turns = 0
+    last = START
 
     def select(self, timeout: float | None = None) -> Any:
+        self.turns = self.turns + 1 if self.last == self.loop.now else 0
+        self.last = self.loop.now
+        if self.turns > TURNS_AT_ONE_TIME:
+            self.turns = 0
+            raise Stuck(f"at {self.last} something goes round and round")
         found = super().select(0)
         if found or (timeout is not None and timeout <= 0):
             return found
@@ -51,6 +62,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now
+
+    @property
+    def _clock_resolution(self) -> float:
+        """Timers are due when it is their time and not a nanosecond before: who waits for what a rounding has left of a
+        time must see the clock move, or it waits again and again."""
+        return math.ulp(self.now)
+
+    @_clock_resolution.setter
+    def _clock_resolution(self, value: float) -> None:
+        """asyncio sets that of the real clock."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()
