@@ -255,16 +255,16 @@ def dear(key: str, seconds: float, size: int = 100, idle: float = 0.0, uses: int
 @pytest.mark.parametrize(
     ("file", "score"),
     [
-        pytest.param(dear("a", 36.0), 36.0 / 100 / 3600, id="seconds per byte, used just now"),
-        pytest.param(dear("a", 36.0, idle=FILE_RECENCY_SECONDS), 36.0 / 100 / 7200, id="an hour later: half of it"),
-        pytest.param(dear("a", 36.0, uses=1), 2 * 36.0 / 100 / 3600, id="wanted once: twice as much"),
-        pytest.param(dear("a", 36.0, uses=7), 4 * 36.0 / 100 / 3600, id="wanted seven times: four times as much"),
-        pytest.param(dear("a", 36.0, size=200), 36.0 / 200 / 3600, id="twice the bytes: half of it"),
-        pytest.param(dear("a", 0, tokens=500), 500 / PREFILL_TOKENS_PER_SECOND / 100 / 3600, id="by its tokens"),
-        pytest.param(dear("a", 2.0, tokens=9999), 2.0 / 100 / 3600, id="what was measured counts, not its tokens"),
+        pytest.param(dear("a", 36.0), 36.0 / 100 / 60, id="seconds per byte, used just now"),
+        pytest.param(dear("a", 36.0, idle=FILE_RECENCY_SECONDS), 36.0 / 100 / 120, id="a minute later: half of it"),
+        pytest.param(dear("a", 36.0, uses=1), 2 * 36.0 / 100 / 60, id="wanted once: twice as much"),
+        pytest.param(dear("a", 36.0, uses=7), 4 * 36.0 / 100 / 60, id="wanted seven times: four times as much"),
+        pytest.param(dear("a", 36.0, size=200), 36.0 / 200 / 60, id="twice the bytes: half of it"),
+        pytest.param(dear("a", 0, tokens=500), 500 / PREFILL_TOKENS_PER_SECOND / 100 / 60, id="by its tokens"),
+        pytest.param(dear("a", 2.0, tokens=9999), 2.0 / 100 / 60, id="what was measured counts, not its tokens"),
         pytest.param(dear("a", 0), 0.0, id="nothing known"),
-        pytest.param(dear("a", 36.0, size=0), 36.0 / 3600, id="no bytes"),
-        pytest.param(dear("a", 36.0, idle=-9), 36.0 / 100 / 3600, id="used in the future"),
+        pytest.param(dear("a", 36.0, size=0), 36.0 / 60, id="no bytes"),
+        pytest.param(dear("a", 36.0, idle=-9), 36.0 / 100 / 60, id="used in the future"),
     ],
 )
 def test_file_score(file: CacheFile, score: float) -> None:
@@ -293,8 +293,14 @@ def test_which_goes_first_by_policy(files: list[CacheFile], policy: Policy, drop
         assert [file.key for file in files_to_drop(order, 1, 0, policy=policy, now=NOW)] == dropped
 
 
-@pytest.mark.parametrize(("hours", "kept"), [(58, "dear"), (60, "cheap")])
-def test_a_dear_file_outlives_fresh_cheap_ones_until_it_has_lain_as_many_times_longer(hours: int, kept: str) -> None:
-    files = [dear("dear", 60.0, idle=hours * FILE_RECENCY_SECONDS), dear("cheap", 1.0)]
+@pytest.mark.parametrize(("times", "kept"), [(58, "dear"), (60, "cheap")])
+def test_a_dear_file_outlives_fresh_cheap_ones_until_it_has_lain_as_many_times_longer(times: int, kept: str) -> None:
+    files = [dear("dear", 60.0, idle=times * FILE_RECENCY_SECONDS), dear("cheap", 1.0)]
     (dropped,) = files_to_drop(files, 1, 0, policy="cost", now=NOW)
     assert {"dear", "cheap"} - {dropped.key} == {kept}
+
+
+def test_a_conversation_that_has_ended_does_not_outlive_those_that_go_on_by_its_uses() -> None:
+    """Twenty minutes after its last use, one restored fifteen times goes before a fresh one that never was."""
+    ended, goes_on = dear("ended", 5, idle=1200, uses=15), dear("goes on", 5, idle=120)
+    assert files_to_drop([ended, goes_on], 1, 0, policy="cost", now=NOW) == [ended]

@@ -238,11 +238,23 @@ def test_cost_keeps_the_dear_context_in_its_slot_where_lru_does_not() -> None:
 
 def test_cost_keeps_the_file_that_is_wanted_again_and_again_where_lru_does_not() -> None:
     often = [asks(100 * number, *((1, 2, 3) if number % 2 else (5, 6, 7))) for number in range(8)]
-    burst = [asks(1000 + 10 * number, 1000 + number) for number in range(6)]
-    requests = [*often, *burst, asks(2000, 1, 2, 3), asks(2100, 5, 6, 7)]
+    burst = [asks(800 + 100 * number, 1000 + number) for number in range(3)]
+    requests = [*often, *burst, asks(1100, 1, 2, 3), asks(1200, 5, 6, 7)]
     world = replace(ONE, max_files=3)
-    assert simulate(requests, world, "lru").outcomes[RESTORED] == 6
+    assert simulate(requests, world, "lru").outcomes[RESTORED] == 7
     assert simulate(requests, world, "cost").outcomes[RESTORED] == 8
+
+
+@pytest.mark.parametrize("gib", [20, 50])
+@pytest.mark.parametrize("per_minute", [3, 10, 30])
+def test_cost_is_no_worse_than_lru_where_slots_and_disk_are_small(gib: int, per_minute: float) -> None:
+    """Disks that fill in minutes, and conversations that end: what was used often must not stay for that alone."""
+    requests = [
+        parse_request(json.dumps(one).encode(), BLOCK) for one in make_trace(2000, seed=4, per_minute=per_minute)
+    ]
+    world = World(max_bytes=gib * 2**30, speeds=Speeds(1000, 1e9, 65536))
+    lru, cost = simulate(requests, world, "lru"), simulate(requests, world, "cost")
+    assert cost.saved_seconds > 0.98 * lru.saved_seconds
 
 
 # whatever comes
