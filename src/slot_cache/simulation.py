@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from itertools import islice
 from math import ceil, inf
 
@@ -31,9 +30,9 @@ from slot_cache.eviction import (
     files_to_drop,
     slot_score,
 )
-from slot_cache.matching import CONTINUES_PART
-from slot_cache.plan import MOST_PASSES, SlotView, WaiterView, choose_waiter, order_slots
-from slot_cache.prompt import links, shared_links
+from slot_cache.plan import SlotView, order_slots
+from slot_cache.prompt import shared_links
+from slot_cache.simulated import Cache, Lenders, Prefixes, Queue, Saved, Slot, TraceRequest, Waiter, enough
 from slot_cache.state import Outcome
 
 BLOCK_TOKENS = 512
@@ -42,24 +41,6 @@ BLOCK_TOKENS = 512
 ASSUMED = Speeds(PREFILL_TOKENS_PER_SECOND, RESTORE_BYTES_PER_SECOND, BYTES_PER_TOKEN)
 DECODE_TOKENS_PER_SECOND = 30.0
 _LOOK_AT_WAITERS = 16
-_LINK_BYTES = 8
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request of a trace.
-
-    Attributes:
-        arrived: seconds since any moment.
-        prompt: its tokens, at least 1.
-        output: tokens of the answer.
-        chain: a link for every block of the prompt, packed; see `chain_of`.
-    """
-
-    arrived: float
-    prompt: int
-    output: int
-    chain: bytes
 
 
 @dataclass(frozen=True)
@@ -131,20 +112,6 @@ class Result:
         return sorted(self.waits)[max(ceil(part * len(self.waits)), 1) - 1] if self.waits else 0.0
 
 
-def chain_of(ids: Iterable[int]) -> bytes:
-    """The packed chain of a prompt's block ids: 8 bytes each, and each link covers all ids before it.
-
-    Args:
-        ids: whole numbers of at most 64 bits.
-    """
-    chain = bytearray()
-    link = b""
-    for number in ids:
-        link = blake2b(link + number.to_bytes(8, "big"), digest_size=_LINK_BYTES).digest()
-        chain += link
-    return bytes(chain)
-
-
 def simulate(requests: Iterable[TraceRequest], world: World, policy: Policy = "cost") -> Result:
     """Serve the requests, in the order of their arrival, and tell what it took.
 
@@ -162,128 +129,23 @@ def simulate(requests: Iterable[TraceRequest], world: World, policy: Policy = "c
 
 
 @dataclass(frozen=True)
-class _Saved:
-    file: CacheFile
-    chain: bytes
-
-
-@dataclass(eq=False)
-class _Cache:
-    """A conversation's cache, in a slot or on disk: what it holds now, and its file."""
-
-    key: str
-    chain: bytes = b""
-    tokens: int = 0
-    resident: bool = False
-    in_use: bool = False
-    dirty: bool = True
-    saved: _Saved | None = None
-    saved_tokens: int = 0  # how many of its tokens its file holds
-
-
-@dataclass(eq=False)
-class _Slot:
-    number: int
-    cache: _Cache | None = None
-    free: bool = True
-    used: float = 0.0  # the end of the last request
-
-
-@dataclass(frozen=True)
 class _Start:
     """What a request starts from: so many links, of a file that is restored or of what the slot holds."""
 
     outcome: Outcome
     links: int = 0
-    restore: _Cache | None = None
-
-
-class _Prefixes:
-    """The caches that hold a link, for every link."""
-
-    def __init__(self) -> None:
-        self._caches: dict[bytes, dict[_Cache, None]] = {}
-
-    def add(self, cache: _Cache, chain: bytes, first: int = 1) -> None:
-        """Make a cache known by its links from number `first` (counted from 1) on; it becomes the latest one there."""
-        for link in _links(chain, first):
-            self._caches.setdefault(link, {})[cache] = None
-
-    def remove(self, cache: _Cache, chain: bytes, first: int = 1) -> None:
-        """What `add` did is undone; nothing happens where it did not."""
-        for link in _links(chain, first):
-            caches = self._caches.get(link)
-            if caches is not None:
-                caches.pop(cache, None)
-                if not caches:
-                    del self._caches[link]
-
-    def longest(self, chain: bytes) -> Iterator[tuple[int, dict[_Cache, None]]]:
-        """The links of a chain that caches hold, the last one first: its number, and the caches in the order they came."""
-        for number in range(links(chain), 0, -1):
-            caches = self._caches.get(chain[(number - 1) * _LINK_BYTES : number * _LINK_BYTES])
-            if caches:
-                yield number, caches
-
-
-@dataclass(eq=False)
-class _Waiter:
-    request: TraceRequest
-    passed: int = 0
-
-
-class _Queue:
-    """The requests that wait, first come first."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[_Waiter, None] = {}
-        self._by_link: dict[bytes, dict[_Waiter, None]] = {}
-
-    def add(self, request: TraceRequest) -> None:
-        waiter = _Waiter(request)
-        self._waiting[waiter] = None
-        for link in _links(request.chain):
-            self._by_link.setdefault(link, {})[waiter] = None
-
-    def sharing(self, chain: bytes) -> Iterator[_Waiter]:
-        """Those that begin with enough of a chain to continue it, first come first."""
-        half = _enough(chain)
-        return iter(self._by_link.get(chain[(half - 1) * _LINK_BYTES : half * _LINK_BYTES], {}))
-
-    def take(self, at_home: _Waiter | None) -> TraceRequest | None:
-        """Who is next, when the free slot holds the conversation of `at_home`; the others that it passes are passed once
-        more. None: nobody waits."""
-        waiters: list[_Waiter] = []
-        for waiter in self._waiting:  # only as far as it matters to `choose_waiter`
-            waiters.append(waiter)
-            if at_home is None or waiter is at_home or waiter.passed >= MOST_PASSES:
-                break
-        chosen = choose_waiter([WaiterView(waiter.passed, waiter is at_home) for waiter in waiters])
-        if chosen is None:
-            return None
-        for waiter in waiters[:chosen]:
-            waiter.passed += 1
-        self._remove(waiters[chosen])
-        return waiters[chosen].request
-
-    def _remove(self, waiter: _Waiter) -> None:
-        del self._waiting[waiter]
-        for link in _links(waiter.request.chain):
-            waiters = self._by_link[link]
-            waiters.pop(waiter, None)
-            if not waiters:
-                del self._by_link[link]
+    restore: Cache | None = None
 
 
 class _Replay:
     def __init__(self, world: World, policy: Policy) -> None:
         self._world, self._policy = world, policy
-        self._slots = [_Slot(number) for number in range(world.slots)]
+        self._slots = [Slot(number) for number in range(world.slots)]
         self._ends: list[tuple[float, int]] = []  # when each busy slot comes free
-        self._queue = _Queue()
-        self._continuing = _Prefixes()  # a cache by those of its links that are enough of it to continue it
-        self._lending = _Prefixes()  # a saved cache by the links of its file
-        self._saved: dict[str, _Cache] = {}
+        self._queue = Queue()
+        self._continuing = Prefixes()  # a cache by those of its links that are enough of it to continue it
+        self._lenders = Lenders()
+        self._saved: dict[str, Cache] = {}
         self._saved_bytes = 0
         self._caches = 0
         self._result = Result()
@@ -312,14 +174,14 @@ class _Replay:
             if request is not None:
                 self._serve(request, end)
 
-    def _at_home(self, cache: _Cache | None) -> _Waiter | None:
+    def _at_home(self, cache: Cache | None) -> Waiter | None:
         """The first of those that wait whose conversation a cache is. Only the first few that it may be are looked at."""
         if cache is None:
             return None
         candidates = islice(self._queue.sharing(cache.chain), _LOOK_AT_WAITERS)
         return next((waiter for waiter in candidates if self._continued(waiter.request.chain)[0] is cache), None)
 
-    def _continued(self, chain: bytes) -> tuple[_Cache | None, int]:
+    def _continued(self, chain: bytes) -> tuple[Cache | None, int]:
         """The rule of `matching.continued`: the cache a request continues, and how many links they share."""
         for number, caches in self._continuing.longest(chain):
             for cache in reversed(caches):
@@ -353,13 +215,13 @@ class _Replay:
         heapq.heappush(self._ends, (slot.used, slot.number))
         self._count(request, start.outcome, reused, now)
 
-    def _score(self, slot: _Slot, now: float) -> float:
+    def _score(self, slot: Slot, now: float) -> float:
         if self._policy == "lru" or slot.cache is None:
             return slot.used
         return slot_score(slot.cache.tokens, slot.cache.saved_tokens, now - slot.used, self._world.speeds)
 
     def _switch(
-        self, slot: _Slot, request: TraceRequest, cache: _Cache | None, shared: int, now: float
+        self, slot: Slot, request: TraceRequest, cache: Cache | None, shared: int, now: float
     ) -> tuple[_Start, float]:
         """Put away what a slot holds and restore what helps; returns what the request starts from, and the seconds."""
         seconds = 0.0
@@ -377,8 +239,8 @@ class _Replay:
         return start, seconds
 
     def _start(
-        self, slot: _Slot, request: TraceRequest, cache: _Cache | None, shared: int
-    ) -> tuple[_Start, _Cache | None]:
+        self, slot: Slot, request: TraceRequest, cache: Cache | None, shared: int
+    ) -> tuple[_Start, Cache | None]:
         """What a request that is not resident starts from, and the resident of another slot that is to be saved for it."""
         pays = self._world.speeds.restoring_pays
         in_place = 0 if slot.cache is None else shared_links(request.chain, slot.cache.chain)
@@ -390,7 +252,7 @@ class _Replay:
             return _Start(Outcome.RESTORED, shared, cache), None
         best = in_place
         start = _Start(Outcome.DONOR if in_place else Outcome.COLD, in_place)
-        found = self._donor(request.chain)
+        found = self._lenders.best(request.chain)  # the rule of `matching.donor_of`
         if found is not None:
             donor, count = found
             overwritten = donor is slot.cache and donor.dirty  # what the slot holds is put in the place of that file
@@ -407,17 +269,11 @@ class _Replay:
                 best, start, lender = count, _Start(Outcome.DONOR, count, other.cache), other.cache
         return start, lender
 
-    def _donor(self, chain: bytes) -> tuple[_Cache, int] | None:
-        """The rule of `matching.donor_of`: the file with the longest beginning, among equals the smallest."""
-        for number, caches in self._lending.longest(chain):
-            return min(caches, key=lambda cache: cache.saved.file.size if cache.saved else 0), number
-        return None
-
-    def _put(self, request: TraceRequest, slot: _Slot, cache: _Cache | None, shared: int) -> None:
+    def _put(self, request: TraceRequest, slot: Slot, cache: Cache | None, shared: int) -> None:
         """The slot holds the request's conversation from now on."""
         if cache is None:
             self._caches += 1
-            cache = _Cache(f"{self._caches:08x}")
+            cache = Cache(f"{self._caches:08x}")
         else:
             self._forget(cache)
             cache.saved_tokens = min(cache.saved_tokens, self._tokens(shared, request.prompt))
@@ -426,7 +282,7 @@ class _Replay:
         self._know(cache, request.chain)
         slot.cache = cache
 
-    def _save(self, cache: _Cache, now: float, needed: set[str]) -> float:
+    def _save(self, cache: Cache, now: float, needed: set[str]) -> float:
         """Write a cache's file, unless it is quicker to compute; returns the seconds it took."""
         speeds = self._world.speeds
         if not speeds.restoring_pays(cache.tokens, cache.tokens):
@@ -435,10 +291,10 @@ class _Replay:
         self._drop(cache)
         size = int(cache.tokens * speeds.token_bytes)
         file = CacheFile(cache.key, size, now, cache.tokens, speeds.compute_seconds(cache.tokens), uses)
-        cache.saved, cache.saved_tokens, cache.dirty = _Saved(file, cache.chain), cache.tokens, False
+        cache.saved, cache.saved_tokens, cache.dirty = Saved(file, cache.chain), cache.tokens, False
         self._saved[cache.key] = cache
         self._saved_bytes += size
-        self._lending.add(cache, cache.chain)
+        self._lenders.add(cache, cache.saved)
         self._result.bytes_written += size
         seconds = speeds.restore_seconds(cache.tokens)
         self._result.save_seconds += seconds
@@ -458,7 +314,7 @@ class _Replay:
             if not cache.resident:
                 self._forget(cache)
 
-    def _restore(self, cache: _Cache, now: float) -> float:
+    def _restore(self, cache: Cache, now: float) -> float:
         """Read a cache's file; returns the seconds it took."""
         if cache.saved is None:
             return 0.0
@@ -469,16 +325,15 @@ class _Replay:
         self._result.restore_seconds += seconds
         return seconds
 
-    def _drop(self, cache: _Cache) -> None:
+    def _drop(self, cache: Cache) -> None:
         """A cache's file is gone."""
         if cache.saved is None:
             return
         del self._saved[cache.key]
         self._saved_bytes -= cache.saved.file.size
-        self._lending.remove(cache, cache.saved.chain)
         cache.saved, cache.saved_tokens, cache.dirty = None, 0, True
 
-    def _leave(self, cache: _Cache) -> None:
+    def _leave(self, cache: Cache) -> None:
         """A cache is in its slot no longer: what its file holds is left of it."""
         cache.resident = False
         if cache.saved is None:
@@ -489,12 +344,12 @@ class _Replay:
             cache.dirty = False
             self._know(cache, cache.saved.chain)
 
-    def _know(self, cache: _Cache, chain: bytes) -> None:
+    def _know(self, cache: Cache, chain: bytes) -> None:
         cache.chain = chain
-        self._continuing.add(cache, chain, _enough(chain))
+        self._continuing.add(cache, chain, enough(chain))
 
-    def _forget(self, cache: _Cache) -> None:
-        self._continuing.remove(cache, cache.chain, _enough(cache.chain))
+    def _forget(self, cache: Cache) -> None:
+        self._continuing.remove(cache, cache.chain, enough(cache.chain))
 
     def _tokens(self, count: int, prompt: int) -> int:
         """Tokens of so many blocks of a prompt; its last token is computed in any case."""
@@ -509,13 +364,3 @@ class _Replay:
         result.plain_seconds += speeds.compute_seconds(request.prompt)
         result.prefill_seconds += speeds.compute_seconds(request.prompt - reused)
         result.waits.append(now - request.arrived)
-
-
-def _links(chain: bytes, first: int = 1) -> Iterator[bytes]:
-    for start in range((first - 1) * _LINK_BYTES, len(chain), _LINK_BYTES):
-        yield chain[start : start + _LINK_BYTES]
-
-
-def _enough(chain: bytes) -> int:
-    """How many links of a cache's chain a request must share to continue it (`matching.continues`)."""
-    return max(ceil(CONTINUES_PART * links(chain)), 1)

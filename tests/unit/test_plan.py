@@ -431,6 +431,8 @@ def victim(number: int, score: float) -> SlotView:
         pytest.param([victim(2, 1.0), victim(1, 1.0)], [1, 2], id="the same cost: by number"),
         pytest.param([home(2, 4), home(1, 4)], [1, 2], id="as much in both: by number"),
         pytest.param([home(1, 4, 2.0), home(2, 4, 1.0)], [2, 1], id="as much in both: the one cheaper to lose"),
+        pytest.param([SlotView(0, shared=9, busy=True), victim(1, 9.0)], [1, 0], id="home, but it must be waited for"),
+        pytest.param([SlotView(0, empty=True, busy=True), victim(1, 9.0)], [1, 0], id="said to be empty, but busy"),
     ],
 )
 def test_the_best_slot_comes_first(free: list[SlotView], order: list[int]) -> None:
@@ -441,7 +443,8 @@ def test_the_best_slot_comes_first(free: list[SlotView], order: list[int]) -> No
 views = st.lists(
     st.builds(home, st.integers(0, 9), st.integers(1, 3), st.floats(0, 9))
     | st.builds(empty, st.integers(0, 9))
-    | st.builds(victim, st.integers(0, 9), st.floats(0, 9)),
+    | st.builds(victim, st.integers(0, 9), st.floats(0, 9))
+    | st.builds(SlotView, st.integers(0, 9), st.integers(0, 3), st.booleans(), busy=st.just(True)),
     max_size=8,
     unique_by=lambda view: view.number,
 )
@@ -452,8 +455,8 @@ def test_nothing_is_lost_while_a_slot_is_empty_or_holds_the_conversation(free: l
     by_number = {view.number: view for view in free}
     order = [by_number[number] for number in order_slots(free)]
     assert sorted(view.number for view in order) == sorted(by_number)
-    kinds = ["home" if view.shared else "empty" if view.empty else "victim" for view in order]
-    assert kinds == sorted(kinds, key=["home", "empty", "victim"].index)
+    kinds = ["busy" if view.busy else "home" if view.shared else "empty" if view.empty else "victim" for view in order]
+    assert kinds == sorted(kinds, key=["home", "empty", "victim", "busy"].index)
     scores = [view.score for view, kind in zip(order, kinds, strict=True) if kind == "victim"]
     assert scores == sorted(scores)
 

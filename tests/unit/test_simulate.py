@@ -18,7 +18,8 @@ from slot_cache.cli.trace import MAX_ID, MAX_TIMESTAMP, MAX_TOKENS, TraceError, 
 from slot_cache.eviction import Policy, Speeds
 from slot_cache.matching import Known, continued, donor_of
 from slot_cache.prompt import links, shared_links
-from slot_cache.simulation import BLOCK_TOKENS, Result, TraceRequest, World, _Replay, chain_of, simulate
+from slot_cache.simulated import TraceRequest, chain_of
+from slot_cache.simulation import BLOCK_TOKENS, Result, World, _Replay, simulate
 from slot_cache.state import Outcome, Want
 from traces import make_trace
 
@@ -314,7 +315,7 @@ def test_the_caches_are_found_that_the_product_finds(
         assert shared == shared_links(want.chain, found.chain) == shared_links(want.chain, expected.chain)
     files = [saved for cache in replay._saved.values() if (saved := cache.saved)]
     donor = donor_of(want, [Known(saved.file.key, None, "", saved.chain, 1, saved.file.size) for saved in files])
-    lender = replay._donor(want.chain)
+    lender = replay._lenders.best(want.chain)
     assert (lender is None) == (donor is None)
     if lender is not None and donor is not None and lender[0].saved is not None:
         assert (lender[1], lender[0].saved.file.size) == (donor.links, donor.cache.size)
@@ -466,8 +467,9 @@ def test_the_policies_side_by_side(run: Run, tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", [row(0, *A), row(100, *B), row(200, *A_LATER)])
     done = run(trace, *AS_ONE)
     assert (done.code, done.err) == (0, "")
-    head, titles, _, *rows = done.out.splitlines()
-    assert head.startswith("3 requests in 200.0 s; 1 slots, 50 GiB on disk; a slot computes 512 tokens/s")
+    head, speeds, titles, _, *rows = done.out.splitlines()
+    assert head == "3 requests in 200.0 s; 1 slot, 50 GiB on disk"
+    assert speeds.startswith("a slot computes 512 tokens/s and generates 30; saves and restores ")
     assert titles.split() == ["lru", "cost"]
     cells = {" ".join(parts[:-2]): parts[-2:] for parts in (text.replace(" s ", "s ").split() for text in rows)}
     assert cells["restored"] == ["1", "1"]

@@ -102,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
         return 0
     output = Output()
-    output.line(_head(arguments, len(requests), max(request.arrived for request in requests), requests[0].arrived))
+    for line in _head(arguments, [request.arrived for request in requests]):
+        output.line(line)
     print_results(output, results)
     return 0
 
@@ -153,14 +154,15 @@ def print_results(output: Output, results: Mapping[Policy, Result]) -> None:
         table.row(title, *(text(result) for result in results.values()))
 
 
-def _head(arguments: argparse.Namespace, requests: int, end: float, start: float) -> str:
+def _head(arguments: argparse.Namespace, arrived: list[float]) -> list[str]:
     disk = f"{arguments.disk_gib:g} GiB" if arguments.disk_gib else "any number of bytes"
     files = f" and {arguments.max_files:,} files" if arguments.max_files else ""
-    return (
-        f"{requests:,} requests in {_seconds(end - start)}; {arguments.slots} slots, {disk}{files} on disk; a slot computes "
-        f"{arguments.prefill_rate:,g} tokens/s, generates {arguments.decode_rate:,g}, restores and saves "
-        f"{arguments.restore_rate:,g} MB/s at {arguments.bytes_per_token:,g} bytes a token"
-    )
+    slots = "1 slot" if arguments.slots == 1 else f"{arguments.slots:,} slots"
+    return [
+        f"{len(arrived):,} requests in {_seconds(max(arrived) - min(arrived))}; {slots}, {disk}{files} on disk",
+        f"a slot computes {arguments.prefill_rate:,g} tokens/s and generates {arguments.decode_rate:,g}; saves and restores "
+        f"{arguments.restore_rate:,g} MB/s, {arguments.bytes_per_token:,.10g} bytes a token",
+    ]
 
 
 def _seconds(value: float) -> str:

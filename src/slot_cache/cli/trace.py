@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slot_cache.simulation import TraceRequest, chain_of
+from slot_cache.simulated import TraceRequest, chain_of
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_TOKENS = 10**8
