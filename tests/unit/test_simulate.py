@@ -154,6 +154,15 @@ def test_a_donor_s_file_stays_as_it_is() -> None:
     assert result.reused_tokens == 3 * BLOCK + 7 * BLOCK
 
 
+def test_a_file_that_is_overwritten_for_the_switch_is_no_donor() -> None:
+    """The slot holds a later, edited version of what the file has; only what is in the slot can be used."""
+    edited = asks(200, 1, 2, 3, 4, *range(30, 35))
+    result = simulate([asks(0, *LONG), asks(100, *B), edited, asks(300, 1, 2, 3, 4, 5, 6)], ONE)
+    assert outcomes(result) == {COLD: 2, RESTORED: 1, DONOR: 1}
+    assert result.reused_tokens == (4 + 4) * BLOCK
+    assert result.bytes_read == 7 * BLOCK
+
+
 def test_what_is_quicker_to_compute_is_not_saved() -> None:
     result = simulate([asks(0, *A), asks(100, *B), asks(200, *A_LATER)], replace(ONE, speeds=NO_DISK))
     assert outcomes(result) == {COLD: 3}
@@ -223,6 +232,14 @@ def test_the_limits_of_the_disk(world: World, policy: Policy) -> None:
 def test_a_file_that_is_restored_is_not_deleted_for_the_one_that_makes_room() -> None:
     result = simulate([asks(0, *A), asks(100, *B), asks(200, *A_LATER)], replace(ONE, max_files=1))
     assert outcomes(result) == {COLD: 2, RESTORED: 1}
+    assert result.bytes_read == 4 * BLOCK
+
+
+def test_a_cache_whose_file_is_deleted_is_in_its_slot_still() -> None:
+    others = [asks(100, *B), asks(200, 31, 32), asks(300, *A), asks(400, 41, 42)]
+    result = simulate([asks(0, *A), *others, asks(500, *A_LATER)], replace(TWO, max_files=1), "lru")
+    assert result.evicted == 2  # those of A and of B, when the third is saved
+    assert outcomes(result) == {COLD: 4, RESTORED: 1, RESIDENT: 1}
 
 
 def test_cost_keeps_the_dear_context_in_its_slot_where_lru_does_not() -> None:
@@ -323,6 +340,10 @@ def test_the_caches_are_found_that_the_product_finds(
     resident = [slot.cache for slot in replay._slots if slot.cache is not None]
     assert len(set(resident)) == len(resident)
     assert everything == {*resident, *replay._saved.values()}
+    for cache in everything:
+        held = cache.saved.file.tokens if cache.saved is not None else 0
+        assert cache.saved_tokens <= min(held, cache.tokens)
+        assert cache.dirty or cache.saved_tokens == held == cache.tokens
 
 
 # reading a trace
