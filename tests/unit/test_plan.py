@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slot_cache.plan import Found, Plan, judge, make_plan, worth_saving
+from slot_cache.plan import (
+    MOST_PASSES,
+    Found,
+    Plan,
+    SlotView,
+    WaiterView,
+    choose_waiter,
+    judge,
+    make_plan,
+    order_slots,
+    worth_saving,
+)
 from slot_cache.state import Mark, Outcome, Resident, Saved, SlotReading, Want
 
 
@@ -390,3 +401,122 @@ def test_the_outcome_says_what_is_done(
         assert now.key == want.key is not None
     if want.key is None:
         assert plan.outcome is COLD
+
+
+# order_slots
+
+
+def home(number: int, shared: int = 1, score: float = 0.0) -> SlotView:
+    return SlotView(number, shared=shared, score=score)
+
+
+def empty(number: int) -> SlotView:
+    return SlotView(number, empty=True)
+
+
+def victim(number: int, score: float) -> SlotView:
+    return SlotView(number, score=score)
+
+
+@pytest.mark.parametrize(
+    ("free", "order"),
+    [
+        pytest.param([], [], id="none is free"),
+        pytest.param([victim(0, 1.0)], [0], id="the only one"),
+        pytest.param([victim(0, 0.0), empty(1), home(2, score=9.0)], [2, 1, 0], id="home, then empty, then a victim"),
+        pytest.param([victim(0, 3.0), victim(1, 1.0), victim(2, 2.0)], [1, 2, 0], id="the cheapest victim"),
+        pytest.param([victim(0, 1.0), home(1, 1, 99.0)], [1, 0], id="home, however dear what it holds is"),
+        pytest.param([home(0, 2), home(1, 5), home(2, 3)], [1, 2, 0], id="where more of it is"),
+        pytest.param([empty(3), empty(1), empty(2)], [1, 2, 3], id="empty ones by number"),
+        pytest.param([victim(2, 1.0), victim(1, 1.0)], [1, 2], id="the same cost: by number"),
+        pytest.param([home(2, 4), home(1, 4)], [1, 2], id="as much in both: by number"),
+        pytest.param([home(1, 4, 2.0), home(2, 4, 1.0)], [2, 1], id="as much in both: the one cheaper to lose"),
+        pytest.param([SlotView(0, shared=9, busy=True), victim(1, 9.0)], [1, 0], id="home, but it must be waited for"),
+        pytest.param([SlotView(0, empty=True, busy=True), victim(1, 9.0)], [1, 0], id="said to be empty, but busy"),
+    ],
+)
+def test_the_best_slot_comes_first(free: list[SlotView], order: list[int]) -> None:
+    assert order_slots(free) == order
+    assert order_slots(free[::-1]) == order
+
+
+views = st.lists(
+    st.builds(home, st.integers(0, 9), st.integers(1, 3), st.floats(0, 9))
+    | st.builds(empty, st.integers(0, 9))
+    | st.builds(victim, st.integers(0, 9), st.floats(0, 9))
+    | st.builds(SlotView, st.integers(0, 9), st.integers(0, 3), st.booleans(), busy=st.just(True)),
+    max_size=8,
+    unique_by=lambda view: view.number,
+)
+
+
+@given(views)
+def test_nothing_is_lost_while_a_slot_is_empty_or_holds_the_conversation(free: list[SlotView]) -> None:
+    by_number = {view.number: view for view in free}
+    order = [by_number[number] for number in order_slots(free)]
+    assert sorted(view.number for view in order) == sorted(by_number)
+    kinds = ["busy" if view.busy else "home" if view.shared else "empty" if view.empty else "victim" for view in order]
+    assert kinds == sorted(kinds, key=["home", "empty", "victim", "busy"].index)
+    scores = [view.score for view, kind in zip(order, kinds, strict=True) if kind == "victim"]
+    assert scores == sorted(scores)
+
+
+# choose_waiter
+
+
+def waits(text: str) -> list[WaiterView]:
+    """Waiters, first come first: `2h` was passed twice and is at home, `0` was never passed and is not."""
+    return [WaiterView(int(word[0]), word.endswith("h")) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "chosen"),
+    [
+        pytest.param("", None, id="nobody waits"),
+        pytest.param("0", 0, id="the only one"),
+        pytest.param("0 0 0", 0, id="nobody is at home: the first"),
+        pytest.param("0h 0h", 0, id="the first is at home"),
+        pytest.param("0 0h", 1, id="a later one is at home"),
+        pytest.param("0 0h 0h", 1, id="the first of those at home"),
+        pytest.param("3 3 0h", 2, id="passed once more"),
+        pytest.param("4 0h", 0, id="passed often enough"),
+        pytest.param("3 4 0h", 0, id="passing would pass the second too often: the first"),
+        pytest.param("3 0h 4", 1, id="one behind does not matter"),
+        pytest.param("4h 0", 0, id="passed often enough, and at home"),
+        pytest.param("0 4h", 1, id="passed often enough itself: it goes home"),
+        pytest.param("9 0h", 0, id="passed more often than allowed"),
+    ],
+)
+def test_who_has_the_free_slot(waiting: str, chosen: int | None) -> None:
+    assert MOST_PASSES == 4
+    assert choose_waiter(waits(waiting)) == chosen
+
+
+@pytest.mark.parametrize(("most", "chosen"), [(0, 0), (1, 0), (2, 1)])
+def test_how_often_one_may_be_passed_can_be_told(most: int, chosen: int) -> None:
+    assert choose_waiter(waits("1 0h"), most) == chosen
+
+
+@many
+@given(st.lists(st.one_of(st.none(), st.sampled_from("abc")), max_size=60), st.integers(0, MOST_PASSES))
+def test_nobody_is_passed_more_often_than_allowed(steps: list[str | None], most: int) -> None:
+    """`None`: a slot comes free that holds "a"; a letter: a request of that conversation comes and waits."""
+    queue: list[tuple[str, int]] = []
+    for step in steps:
+        if step is not None:
+            queue.append((step, 0))
+            continue
+        chosen = choose_waiter([WaiterView(passed, name == "a") for name, passed in queue], most)
+        assert (chosen is None) == (not queue)
+        if chosen is not None:
+            assert chosen == 0 or queue[chosen][0] == "a"
+            queue = [(name, passed + 1) for name, passed in queue[:chosen]] + queue[chosen + 1 :]
+            assert all(passed <= most for _, passed in queue)
+
+
+@pytest.mark.parametrize("most", range(MOST_PASSES + 1))
+def test_one_who_waits_is_served_however_many_come_that_are_at_home(most: int) -> None:
+    passed = 0
+    while choose_waiter([WaiterView(passed), WaiterView(at_home=True)], most) == 1:
+        passed += 1
+    assert passed == most
