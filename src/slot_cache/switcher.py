@@ -665,20 +665,22 @@ class SlotSwitcher:
         others = [
             slot for slot in self.slots.values() if slot is not place and slot.lease is None and not slot.yielding
         ]
+        here = donor_of(want, self._residents(place))
         found = donor_of(want, [*self._residents(place, *others), *known])
         fewest = max(lease.folder.min_tokens if lease.folder else 0, 1)
         if found is None or found.tokens < fewest:
             return None
-        here = donor_of(want, self._residents(place))
         if here is not None and here.links >= found.links:
             return here
-        return found if self.actions.speeds.restoring_pays(found.cache.tokens, found.tokens) else here
+        more = found.tokens - (here.tokens if here is not None else 0)
+        calls = 1 if found.cache.size else 2  # one that is in another slot only is saved first
+        return found if self.actions.speeds.restoring_pays(calls * found.cache.tokens, more) else here
 
     async def _start_from(
         self, lease: Lease, want: Want, donor: Donor, folder: CacheFolder, reading: SlotReading, identity: Identity
     ) -> tuple[Outcome, int]:
         slot, key = lease.place, donor.cache.key
-        if slot.resident is not None and slot.resident.key == key:
+        if not donor.cache.size and slot.resident is not None and slot.resident.key == key:
             return Outcome.DONOR, donor.tokens  # the server reuses what is in the slot by itself
         if not donor.cache.size:  # it is in another slot
             for other in self.slots.values():

@@ -212,7 +212,7 @@ class Worker:
     def kill(self) -> None:
         """As kill -9: nothing that it had begun goes on, the kernel frees its locks and closes its connections."""
         self.dead = True
-        for slot in self.switcher._slots.values():
+        for slot in self.switcher.slots.values():
             slot.lock.release()
             slot.lock._paths = None
         for held in self.turns:
@@ -736,7 +736,8 @@ class World:
         self.run(700.0)
         for worker in self.workers:
             switcher = worker.switcher
-            held = [s.number for s in switcher._slots.values() if s.lease is not None or s.waiters or s.locked]
+            held = [s.number for s in switcher.slots.values() if s.lease is not None or s.locked]
+            held += [-1] * switcher.waiting()
             loose = [lease for lease in switcher._loose if lease not in self.vanished]
             if held or loose or switcher._tasks:
                 raise Violation(f"left over: slots {held}, {loose}, {switcher._tasks}")
