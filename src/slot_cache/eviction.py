@@ -35,7 +35,7 @@ class Speeds:
 
     Attributes:
         prefill: tokens per second that it computes.
-        restore: bytes per second that it restores, the call and all.
+        restore: bytes per second that it restores.
         token_bytes: bytes of a saved token.
     """
 

@@ -373,4 +373,13 @@ def _slot_reading(entry: dict[str, Any]) -> SlotReading:
         raise TypeError
     if task is not None and task < 0:
         task = None
-    return SlotReading(number, processing, task, tokens)
+    return SlotReading(number, processing, task, tokens, _remaining(entry) if processing else None)
+
+
+def _remaining(entry: dict[str, Any]) -> int | None:
+    told = entry.get("next_token")
+    token = told[0] if isinstance(told, list) and told else told
+    if not isinstance(token, dict):
+        return None
+    decoded, remain = token.get("n_decoded"), token.get("n_remain")
+    return remain if isinstance(remain, int) and remain >= 0 and isinstance(decoded, int) and decoded > 0 else None

@@ -72,6 +72,7 @@ class SlotActions:
         return Speeds(self.prefill_rate, self._restore_rate if known else 0.0, self._token_bytes)
 
     def _learn_restore(self, tokens: int, size: int, seconds: float) -> None:
+        """By the server's own time: what a call waits for other slots' batches, a prefill in its place would wait too."""
         if tokens <= 0 or size <= 0 or seconds <= 0:
             return
         rate, self._restored_at = size / seconds, self._clock()
@@ -219,7 +220,7 @@ class SlotActions:
         self.counts["restores"] += 1
         self._refused.pop(key, None)
         self._say("restore", key, answer.tokens, answer.size, started)
-        self._learn_restore(answer.tokens, answer.size, self._clock() - started)
+        self._learn_restore(answer.tokens, answer.size, answer.milliseconds / 1000)
         await folder.restored(key, answer.size, answer.milliseconds / 1000)
         return Resident(
             key=want.key,

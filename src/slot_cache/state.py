@@ -37,12 +37,14 @@ class SlotReading:
         task: the number of the last task that used it; it grows with every task and starts again with the server.
             None: no task since the server started.
         tokens: how many tokens the slot holds, prompt and generated.
+        remaining: while an answer is generated: how many tokens it has until its limit; None: not told.
     """
 
     id: int
     processing: bool
     task: int | None
     tokens: int
+    remaining: int | None = None
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,9 @@ START_PAUSES = (0.01, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.5, 0.9)
 SAFE_SECONDS = 5.0
 """How long a request waits before its start for others that save what it would empty."""
 
+NEARLY_OVER_TOKENS = 16
+"""A request with so few tokens left may end before another one has started, and lose what it has left in its slot."""
+
 MOVES = 3
 """How often a request may be moved to a better slot before it is sent."""
 
@@ -518,23 +521,33 @@ class SlotSwitcher:
         lease.safe.set()
 
     async def _put_others_away(self, lease: Lease) -> None:
-        """See that what is dirty in idle slots is saved: the start of a request empties them."""
-        for other in await self._ended_unheard(lease):
-            with contextlib.suppress(asyncio.TimeoutError):  # the end of its request is on the way here
+        """See that what is dirty in idle slots is saved, for the start of a request empties them; at the end stands a look
+        that found nothing to be done, so that little time is left for another request to end."""
+        until = self._clock() + SAFE_SECONDS
+        while await self._put_some_away(lease) and self._clock() < until:
+            if self.actions.hung:
+                raise LlamaServerError("timeout", "a save timed out")
+
+    async def _put_some_away(self, lease: Lease) -> bool:
+        acted = False
+        for other in await self._ending(lease):
+            acted = True
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(other.done.wait(), SAFE_SECONDS)
         for slot in list(self.slots.values()):
             holder = slot.lease
             if holder is None:
                 if not slot.yielding and (slot.unmarked or self._worth_saving(slot)):
+                    acted = True
                     await self._put_away(slot)
             elif holder is not lease and not holder.safe.is_set():
+                acted = True
                 with contextlib.suppress(asyncio.TimeoutError):  # it has its slot from one that has just ended
                     await asyncio.wait_for(holder.safe.wait(), SAFE_SECONDS)
-        if self.actions.hung:
-            raise LlamaServerError("timeout", "a save timed out")
+        return acted
 
-    async def _ended_unheard(self, lease: Lease) -> list[Lease]:
-        """The leases whose requests have ended at the server, though we were not told so yet."""
+    async def _ending(self, lease: Lease) -> list[Lease]:
+        """The leases whose requests end just now, or have ended at the server, though we were not told so yet."""
         sent = [
             (slot, slot.lease)
             for slot in self.slots.values()
@@ -543,13 +556,19 @@ class SlotSwitcher:
         if not sent:
             return []
         readings = {reading.id: reading for reading in await self._look_at_all()}
-        ended = []
+        ending = []
         for slot, other in sent:
             reading = readings.get(slot.number)
-            idle = reading is not None and not reading.processing and slot.lease is other
-            if reading is not None and idle and other.reading is not None and other.reading.task != reading.task:
-                ended.append(other)
-        return ended
+            if (
+                reading is None
+                or slot.lease is not other
+                or other.reading is None
+                or other.reading.task == reading.task
+            ):
+                continue
+            if not reading.processing or (reading.remaining is not None and reading.remaining <= NEARLY_OVER_TOKENS):
+                ending.append(other)
+        return ending
 
     # the plan and what comes of it
 
@@ -564,9 +583,10 @@ class SlotSwitcher:
             return Granted(plan.outcome)
         identity = lease.identity = await self._identify(slot)
         works = self.actions.works_for(identity)
-        if works and not self._shares(lease, slot) and self._worth_saving(slot):
+        at_home = self._shares(lease, slot) > 0
+        if works and not at_home and self._worth_saving(slot):
             await self._save(slot, {want.key} if want.key else set())
-        if not self._shares(lease, slot):
+        if not at_home:
             lease.safe.set()  # nobody waits for us while we wait for them
             await self._until_safe(lease)
         known = await folder.known(identity.model) if works and want.knows_itself else []
@@ -575,7 +595,7 @@ class SlotSwitcher:
         saved = await self._look_up(lease.key, identity, folder) if works and mine and lease.key is not None else None
         plan = make_plan(want, slot.resident, saved, reading, slot.min_tokens)
         donor = self._donor(lease, known, plan) if works else None
-        if plan.save and works and self._worth_saving(slot):
+        if at_home and plan.save and works and self._worth_saving(slot):
             await self._save(slot, {key for key in (want.key, donor.cache.key if donor else None) if key})
         outcome, tokens = plan.outcome, reading.tokens if plan.outcome is Outcome.RESIDENT else 0
         if plan.restore and saved is not None and not self.actions.hung:
