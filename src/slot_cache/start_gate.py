@@ -46,6 +46,23 @@ class StartGate:
                 self._inside.release()
         return held
 
+    async def try_enter(self) -> bool:
+        """Enter if nobody is inside or waits to enter. Does not wait.
+
+        Raises:
+            OSError: as `enter`.
+        """
+        if self._inside.locked() or self._waiting:
+            return False
+        await self._inside.acquire()  # at once, for nobody has it
+        held = False
+        try:
+            held = self._lock.try_acquire()
+        finally:
+            if not held:
+                self._inside.release()
+        return held
+
     @property
     def occupied(self) -> bool:
         """Whether a request of this process is inside."""

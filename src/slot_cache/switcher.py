@@ -421,8 +421,6 @@ class SlotSwitcher:
                 raise NoTurnError("the client left")
             gated = self.clears_idle
             if gated and not lease.inside:
-                if self._gate.occupied:
-                    await self._save_first(lease, deadline)
                 await self._enter(lease, deadline)
             reading = await self._look_at_place(lease, deadline)
             if reading is not None and moves < MOVES and self._move(lease):
@@ -438,13 +436,17 @@ class SlotSwitcher:
             await asyncio.sleep(next(pauses, BUSY_SECONDS))
 
     async def _look_at_place(self, lease: Lease, deadline: float) -> SlotReading | None:
-        """Compare the lease's slot with what we remember of it. None: the model had to be loaded again, look once more."""
+        """Compare the lease's slot with what we remember of it. None: look once more, the lease has another slot, or the
+        model had to be loaded again."""
         slot = lease.place
         await self._read_up(slot)
         await self._refresh()
         try:
             reading = await self._look(slot.number)
         except LlamaServerError as error:
+            if not isinstance(lease.which, int) and slot.number >= (self._queue.count or 1):
+                await self._retake(lease, deadline)
+                return None
             if self._host is not None and error.status == 400 and not lease.unloaded:
                 lease.unloaded = True  # behind our back
                 self._host.lost()
@@ -460,6 +462,13 @@ class SlotSwitcher:
             lease.reading = reading
             self._judge(slot, reading)
         return reading
+
+    async def _retake(self, lease: Lease, deadline: float) -> None:
+        """The server was started again with fewer slots: wait for one that there is."""
+        gone = lease.place
+        self._leave(lease)
+        self._free(gone, lambda: self._let_go(gone, gone.epoch))
+        await self._queue.take(lease, max(deadline - self._clock(), 0.001))
 
     def _move(self, lease: Lease) -> bool:
         """Change to a free slot that is better of its kind: one with the conversation, an empty one, one that is idle."""
@@ -482,9 +491,12 @@ class SlotSwitcher:
 
     async def _enter(self, lease: Lease, deadline: float) -> None:
         try:
-            if not await self._gate.enter(max(deadline - self._clock(), 0.001)):
+            lease.inside = await self._gate.try_enter()
+            if not lease.inside:
+                await self._save_first(lease, deadline)
+                lease.inside = await self._gate.enter(max(deadline - self._clock(), 0.001))
+            if not lease.inside:
                 raise NoTurnError("other requests did not start")
-            lease.inside = True
         except OSError as error:
             self._no_locks(error)
 

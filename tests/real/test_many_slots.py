@@ -115,3 +115,95 @@ async def test_six_conversations_in_four_slots(
     assert used == {0, 1, 2, 3}
     assert reuse(replies) >= least
     assert reuse(without) < 0.9
+
+
+async def test_side_requests_of_a_session_cost_the_conversation_nothing(
+    many_slots: House, client: httpx.AsyncClient
+) -> None:
+    """After every turn a request for a title under the same session id, in one slot, as chat programs send it."""
+    with house.server(many_slots.talker, many_slots.proxy.folder) as server:
+        many_slots.relay.target = server.base_url
+        session, replies = Session("with titles", "managed"), []
+        for turn in range(6):
+            replies += [await session.ask(client, words_of(f"main{turn}-", 300))]
+            title = Session(session.name, session.route)
+            said = " ".join(text for _, text in session.said)
+            await title.ask(client, f"Write a title of five words for this conversation: {said}")
+    print(f"reuse of a conversation with a title request after every turn: {reuse([replies]):.3f}")
+    assert reuse([replies]) >= 0.95
+    assert {reply.outcome for reply in replies[1:]} == {"restored"}
+
+
+@pytest.mark.parametrize("system", ["", "You are a helpful assistant. " * 30], ids=["no system", "one system prompt"])
+async def test_conversations_without_a_session_id(many_slots: House, client: httpx.AsyncClient, system: str) -> None:
+    with house.server(many_slots.talker, many_slots.proxy.folder) as server:
+        many_slots.relay.target = server.base_url
+        said = [("system", system)] if system else []
+        sessions = [Session("", "managed", list(said)) for _ in range(3)]
+        replies: list[list[Reply]] = [[], [], []]
+        for turn in range(5):
+            for number, session in enumerate(sessions):
+                text = words_of(f"{'ABC'[number]}{turn}{len(system)}-", 200)
+                replies[number].append(await session.ask(client, text, stream=turn % 2 == 0))
+    print(f"reuse of 3 conversations without a session id{', with' if system else ''}: {reuse(replies):.3f}")
+    assert reuse(replies) >= 0.95
+
+
+async def test_new_sessions_start_from_what_another_one_has_computed(
+    many_slots: House, client: httpx.AsyncClient
+) -> None:
+    system = words_of("system", 800)
+    with house.server(many_slots.talker, many_slots.proxy.folder) as server:
+        many_slots.relay.target = server.base_url
+        first = Session("donor", "managed", [("system", system)])
+        await first.ask(client, words_of("first", 200))
+        shares = []
+        for number in range(10):
+            other = Session(f"between {number}", "managed")
+            await other.ask(client, words_of(f"{number} between", 400))
+            session = Session(f"new {number}", "managed", [("system", system)])
+            reply = await session.ask(client, words_of(f"{number} new", 200))
+            assert reply.outcome == "donor"
+            shares.append(reply.cached_tokens / len(system))
+        again = await first.ask(client, "And then?")
+        assert again.outcome == "restored"
+        assert again.cached_tokens >= 1000
+    print(f"share of an 800-token system prompt that 10 new sessions reused: lowest {min(shares):.3f}")
+    assert min(shares) >= 0.9
+
+
+async def test_a_conversation_goes_on_through_another_api(many_slots: House, client: httpx.AsyncClient) -> None:
+    with house.server(many_slots.talker, many_slots.proxy.folder) as server:
+        many_slots.relay.target = server.base_url
+        sessions = [Session(name, "managed") for name in ("three apis, one", "", "three apis, two")]
+        replies: list[list[Reply]] = [[] for _ in sessions]
+        for turn in range(6):
+            for number, session in enumerate(sessions):
+                api = ("chat", "messages", "responses")[turn % 3]
+                text = words_of(f"{number}api{turn}-", 200)
+                replies[number].append(await session.ask(client, text, api=api, stream=turn % 2 == 0))
+    print(f"reuse of 3 conversations, each turn through another API: {reuse(replies):.3f}")
+    assert reuse(replies) >= 0.9
+
+
+async def test_overload(many_slots: House, client: httpx.AsyncClient) -> None:
+    """Many sessions on four slots, half of them without the plugin's ordering would wait no less: everyone is served."""
+    seconds = 20.0
+    with house.server(many_slots.talker, many_slots.proxy.folder, **SERVERS["-np 4"]) as server:
+        many_slots.relay.target = server.base_url
+        ends = asyncio.get_running_loop().time() + seconds
+        turns = dict.fromkeys(range(40), 0)
+
+        async def one(number: int) -> list[Reply]:
+            session, replies = Session(f"overload {number}", "managed"), []
+            while asyncio.get_running_loop().time() < ends:
+                replies.append(await session.ask(client, words_of(f"{number}o{turns[number]}-", 120)))
+                turns[number] += 1
+            return replies
+
+        replies = await asyncio.gather(*map(one, turns))
+    done = sorted(turns.values())
+    print(f"40 sessions on 4 slots: {sum(done)} requests in {seconds:.0f} s, {done[0]} to {done[-1]} each")
+    assert reuse([session for session in replies if len(session) > 1]) >= 0.99
+    assert done[0] >= max(done[-1] // 3, 1)
+    assert {reply.outcome for session in replies for reply in session} <= {"cold", "donor", "resident", "restored"}
