@@ -284,7 +284,7 @@ class LlamaServer:
     ) -> Any:
         what = f"{method} {path}" + (f"?action={params['action']}" if params and "action" in params else "")
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        patient = path.startswith("/slots")
+        patient = path.startswith("/slots") and self.has_a_reason is not None
         timeout = httpx.Timeout(PATIENCE_SECONDS if patient else seconds, connect=min(seconds, LOOK_SECONDS))
         if self.model is not None and path not in _OF_THE_ROUTER:
             params = {**(params or {}), "autoload": "false"}

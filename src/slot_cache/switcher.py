@@ -249,6 +249,7 @@ class SlotSwitcher:
         """As `LeaseOwner` says."""
         lease.done.set()
         lease.safe.set()
+        self._leave(lease)
         if self._loose.pop(lease, None) is None:
             self._give_back(lease, ending)
 

@@ -45,7 +45,7 @@ DOWN_SECONDS = 1.0
 """A server that is replaced by one with another model is not there for at least so long."""
 
 MIN_TOKENS = 16
-PREFILL, DECODE, SWITCH = 0.0005, 0.01, 0.02
+PREFILL, DECODE, SWITCH = 0.0005, 0.01, 0.005
 
 Message = Mapping[str, str]
 

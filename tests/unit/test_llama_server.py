@@ -66,7 +66,7 @@ every_call = pytest.mark.parametrize(("call", "good"), CALLS.values(), ids=CALLS
         ("slots_after_request", [SlotReading(0, False, 1, 231), SlotReading(1, False, None, 0)]),
         ("slots_after_erase", [SlotReading(0, False, 1, 0), SlotReading(1, False, None, 0)]),
         ("slots_while_prefilling", [SlotReading(0, False, 0, 138), SlotReading(1, True, 9, 2048)]),
-        ("slots_while_decoding", [SlotReading(0, False, 0, 138), SlotReading(1, True, 9, 232)]),
+        ("slots_while_decoding", [SlotReading(0, False, 0, 138), SlotReading(1, True, 9, 232, remaining=198)]),
     ],
 )
 @respx.mock(base_url=BASE)
