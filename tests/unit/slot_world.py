@@ -45,7 +45,7 @@ DOWN_SECONDS = 1.0
 """A server that is replaced by one with another model is not there for at least so long."""
 
 MIN_TOKENS = 16
-PREFILL, DECODE, SWITCH = 0.0005, 0.01, 0.005
+PREFILL, DECODE, SWITCH = 0.0005, 0.01, 0.02
 
 Message = Mapping[str, str]
 
@@ -455,7 +455,8 @@ class World:
                 self._check_answer(asked, text, lives)
                 reused = usage["prompt_tokens_details"]["cached_tokens"]
                 if not client.vanishes:
-                    lease.learn(reused, usage["prompt_tokens"] - reused, 0.01)
+                    computed = usage["prompt_tokens"] - reused
+                    lease.learn(reused, computed, computed * PREFILL)
                 asked.answered, asked.managed = True, managed
                 ending = Ending.ANSWERED
                 if session is not None:
