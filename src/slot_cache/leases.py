@@ -18,6 +18,10 @@ from slot_cache.state import Ending, Outcome, Resident, SlotReading, Want
 TURNS_IN_A_ROW = 8
 """So many requests of one process use a slot in a row before another process that waits for it gets it."""
 
+SCOUT_SECONDS = 3600.0
+"""The wait for a lock that another process has is given up and begun anew after so long: a thread that nobody awaits any
+more waits on in the kernel, so that there must be few of them."""
+
 Which = int | range | None
 """The slots that a request may use: one, the first so many, or (None) all that the server has."""
 
@@ -246,7 +250,6 @@ class LeaseQueue:
             timer.cancel()
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            self._call_scouts_back()
 
     def try_take(self, lease: Lease) -> bool:
         """Have a slot that is free now, the best one for the lease."""
@@ -334,33 +337,27 @@ class LeaseQueue:
             self._scout(slot)
 
     def _scout(self, slot: Slot) -> None:
-        """Where somebody waits here for a slot that another process has: wait for its lock."""
+        """Where somebody waits here for a slot that another process has: wait for its lock. That goes on when nobody waits
+        any longer, for the next one that does: a thread cannot be called back."""
         taken = slot.lease is not None or slot.locked or slot.yielding or self.closed
         if not taken and slot.scout is None and self.waiting(slot):
             slot.scout = self.start(self._await_lock(slot))
+            slot.scout.add_done_callback(lambda _: self._scouted(slot))
 
     async def _await_lock(self, slot: Slot) -> None:
-        arrived = False
         try:
-            until = max((waiter.until for waiter in self._live()), default=0.0)
-            arrived = await slot.lock.acquire(max(until - self.clock(), 0.001))
+            slot.locked = await slot.lock.acquire(SCOUT_SECONDS)
             slot.unread |= not slot.lock.unshared
         except OSError as error:
             self.no_locks(error)
-            arrived = slot.unread = True
-        finally:
-            slot.scout = None
-            if arrived:
-                slot.locked, slot.turns = True, 0
-                if not self.hand_on(slot):
-                    self.unlock(slot)
-            else:
-                self._scout(slot)  # one that has come to wait meanwhile
+            slot.locked = slot.unread = True
 
-    def _call_scouts_back(self) -> None:
-        for slot in self.slots.values():
-            if slot.scout is not None and not self.waiting(slot):
-                slot.scout.cancel()
+    def _scouted(self, slot: Slot) -> None:
+        slot.scout, slot.turns = None, 0
+        if not slot.locked:
+            self._scout(slot)
+        elif not self.hand_on(slot):
+            self.unlock(slot)
 
 
 def _expire(turn: asyncio.Future[None], why: str) -> None:

@@ -31,6 +31,8 @@ class StartGate:
         Raises:
             OSError: the lock between processes cannot be used; the caller is not inside.
         """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
         self._waiting += 1
         try:
             await asyncio.wait_for(self._inside.acquire(), seconds)
@@ -40,7 +42,7 @@ class StartGate:
             self._waiting -= 1
         held = False
         try:
-            held = await self._lock.acquire(seconds)
+            held = await self._lock.acquire(max(until - loop.time(), 0.001))
         finally:
             if not held:
                 self._inside.release()
