@@ -168,24 +168,25 @@ class CacheFolder:
         """What is saved of the route by `model`, as the index knows it; the files are not looked at."""
         changes = await self.index.call(self.index.index.changes)
         if changes < 0 or changes != self._changes:
-            rows = await self.index.call(self.index.index.caches_of, self.id, self.tag)
-            known: dict[str, list[Known]] = {}
-            for row in rows:
-                known.setdefault(row.model, []).append(
-                    Known(row.key, row.session, row.owner, row.chain, row.tokens, row.size, row.used)
-                )
-            self._known, self._changes = known, changes
-            self._by_session = {}
-            for caches in known.values():
-                for cache in caches:
-                    self._by_session.setdefault(cache.session, []).append(cache)
+            self._known, self._by_session = await self.index.call(self._read_known)
+            self._changes = changes
         return self._known.get(model, [])
+
+    def _read_known(self) -> tuple[dict[str, list[Known]], dict[str | None, list[Known]]]:
+        """What is saved, by model and by session. In the thread of the index, for there may be thousands."""
+        by_model: dict[str, list[Known]] = {}
+        by_session: dict[str | None, list[Known]] = {}
+        for row in self.index.index.caches_of(self.id, self.tag):
+            cache = Known(row.key, row.session, row.owner, row.chain, row.tokens, row.size, row.used)
+            by_model.setdefault(row.model, []).append(cache)
+            by_session.setdefault(row.session, []).append(cache)
+        return by_model, by_session
 
     def knows_better(self, want: Want, key: str, shared: int) -> bool:
         """Whether another cache than `key` was known lately of which a request continues more than `shared` links. Looks at
         nothing but memory."""
         return any(
-            cache.key != key and continues(want, cache.session, cache.owner, cache.chain) > shared
+            cache.key != key and continues(want, cache.session, cache.owner, cache.chain, shared + 1)
             for cache in self._by_session.get(want.session, ())
         )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from math import ceil
 
-from slot_cache.prompt import links, shared_links
+from slot_cache.prompt import links, shared_links, shares
 from slot_cache.state import Want
 
 CONTINUES_PART = 0.5
@@ -44,8 +45,9 @@ class Donor:
     tokens: int
 
 
-def continues(want: Want, session: str | None, owner: str | None, chain: bytes) -> int:
-    """How many links of its chain a request shares with a cache that it continues; 0 if it does not continue it.
+def continues(want: Want, session: str | None, owner: str | None, chain: bytes, at_least: int = 1) -> int:
+    """How many links of its chain a request shares with a cache that it continues; 0 if it does not continue it, or shares
+    fewer than `at_least`.
 
     It does when both are of the same session (or of none, and of the same owner), the request begins with at least
     `CONTINUES_PART` of what the cache holds, and shares more than the tools and system messages, which two conversations
@@ -53,10 +55,9 @@ def continues(want: Want, session: str | None, owner: str | None, chain: bytes) 
     """
     if session != want.session or (session is None and owner != want.owner):
         return 0
-    shared, held = shared_links(want.chain, chain), links(chain)
-    if not shared or shared < CONTINUES_PART * held:
-        return 0
-    return shared if shared > want.preamble or links(want.chain) == want.preamble else 0
+    more_than = 0 if links(want.chain) == want.preamble else want.preamble
+    fewest = max(at_least, more_than + 1, ceil(CONTINUES_PART * links(chain)))
+    return shared_links(want.chain, chain) if shares(want.chain, chain, fewest) else 0
 
 
 def continued(want: Want, caches: Iterable[Known], in_use: Collection[str] = ()) -> Known | None:
@@ -72,7 +73,7 @@ def continued(want: Want, caches: Iterable[Known], in_use: Collection[str] = ())
     for cache in caches:
         if cache.key in in_use:
             continue
-        shared = continues(want, cache.session, cache.owner, cache.chain)
+        shared = continues(want, cache.session, cache.owner, cache.chain, max(rank[0], 1))
         if shared and (best is None or (shared, cache.used) > rank):
             best, rank = cache, (shared, cache.used)
     return best
@@ -82,9 +83,10 @@ def donor_of(want: Want, caches: Iterable[Known]) -> Donor | None:
     """The cache that holds the longest beginning of the prompt, of the same owner; among equals the smallest file."""
     best: Donor | None = None
     for cache in caches:
-        if cache.owner != want.owner:
+        fewest = 1 if best is None else best.links
+        if cache.owner != want.owner or not shares(want.chain, cache.chain, fewest):
             continue
-        shared, held = shared_links(want.chain, cache.chain), links(cache.chain)
-        if shared and (best is None or (shared, -cache.size) > (best.links, -best.cache.size)):
-            best = Donor(cache, shared, cache.tokens * shared // held)
+        shared = shared_links(want.chain, cache.chain) if shares(want.chain, cache.chain, fewest + 1) else fewest
+        if best is None or (shared, -cache.size) > (best.links, -best.cache.size):
+            best = Donor(cache, shared, cache.tokens * shared // links(cache.chain))
     return best

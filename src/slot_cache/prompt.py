@@ -126,6 +126,12 @@ def shared_links(one: bytes, other: bytes) -> int:
     return low
 
 
+def shares(one: bytes, other: bytes, count: int) -> bool:
+    """Whether two packed chains share at least so many leading links, one or more. Much quicker than to count them."""
+    at = (count - 1) * _LINK_BYTES
+    return len(one) >= at + _LINK_BYTES and other.startswith(one[at : at + _LINK_BYTES], at)
+
+
 def links(packed: bytes) -> int:
     """How many links a packed chain has."""
     return len(packed) // _LINK_BYTES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from hashlib import blake2b
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slot_cache.matching import CONTINUES_PART, Donor, Known, continued, continues, donor_of
-from slot_cache.prompt import links, shared_links
+from slot_cache.prompt import links, shared_links, shares
 from slot_cache.state import Want
 
 
@@ -224,3 +226,25 @@ def test_a_donor_shares_no_less_than_the_cache_of_one_s_own_that_is_continued(wa
     if own is not None:
         assert found is not None
         assert found.links >= shared_links(wanted.chain, own.chain)
+
+
+def test_thousands_of_caches_are_looked_through_in_a_moment() -> None:
+    """The event loop stands still meanwhile: it takes a few milliseconds, not tens of them."""
+    draw = random.Random(1)
+    preamble = draw.randbytes(8 * 20)
+    caches = [
+        Known(f"t_{number}", None, "", preamble + draw.randbytes(8 * 380), 6000, 10**6, float(number))
+        for number in range(5000)
+    ]
+    want = Want(None, "", True, caches[77].chain + draw.randbytes(8 * 4), None, 20, "t")
+    began = time.process_time()
+    assert continued(want, caches) == caches[77]
+    assert continued(want, caches, {"t_77"}) is None
+    found = donor_of(want, caches)
+    assert found is not None and (found.cache, found.links) == (caches[77], 400)
+    assert time.process_time() - began < 0.06
+
+
+@given(st.text("ab", max_size=6), st.text("ab", max_size=6), st.integers(1, 8))
+def test_whether_so_many_are_shared_is_what_counting_says(one: str, other: str, count: int) -> None:
+    assert shares(chain(one), chain(other), count) == (shared_links(chain(one), chain(other)) >= count)
