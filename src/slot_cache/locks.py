@@ -68,6 +68,18 @@ class SlotLock:
         finally:
             os.close(descriptor)
 
+    def taken(self) -> bool:
+        """Whether another owner has the lock, or is about to have it. Microseconds; for one not held."""
+        if self._paths is None:
+            return False
+        try:
+            held = _try(self._paths)
+        except OSError:
+            return False
+        if held is not None:
+            held.free()
+        return held is None
+
     def _take(self, held: _Held | None) -> bool:
         self._held = held
         if held is None:

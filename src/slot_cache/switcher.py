@@ -295,13 +295,13 @@ class SlotSwitcher:
         slot.epoch += 1
         if self._queue.closed:
             return
-        if self._queue.waiting(slot) and self._queue.must_yield(slot):
+        if self._queue.must_yield(slot):
             slot.yielding = True
-            self._task(self._yield(slot))
+            self._task(self._yield(slot, otherwise))
         elif not self._queue.hand_on(slot):
             self._task(otherwise())
 
-    async def _yield(self, slot: Slot) -> None:
+    async def _yield(self, slot: Slot, otherwise: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Leave the slot to another process that waits for it."""
         try:
             await self._mark(slot)
@@ -309,7 +309,9 @@ class SlotSwitcher:
         finally:
             slot.yielding = False
             self._queue.unlock(slot)
-            self._queue.hand_on(slot)
+            taken = self._queue.hand_on(slot) or self._queue.waiting(slot) > 0
+        if not taken:
+            await otherwise()
 
     def _order(self, lease: Lease, free: list[Slot]) -> list[Slot]:
         return [self.slots[number] for number in order_slots(self._view(lease, slot) for slot in free)]
@@ -469,7 +471,7 @@ class SlotSwitcher:
         gone = lease.place
         self._leave(lease)
         self._free(gone, lambda: self._let_go(gone, gone.epoch))
-        await self._queue.take(lease, max(deadline - self._clock(), 0.001))
+        await self._queue.take(lease, max(deadline - self._clock(), 0.001), first=True)
 
     def _move(self, lease: Lease) -> bool:
         """Change to a free slot that is better of its kind: one with the conversation, an empty one, one that is idle."""
@@ -485,7 +487,7 @@ class SlotSwitcher:
         best = order_slots(views.values())[0]
         if views[best].rank >= views[place.number].rank or not self._queue.move(lease, self.slots[best]):
             return False
-        self._free(place, lambda: self._let_go(place, place.epoch))
+        self._free(place, lambda: self._settle(place, place.epoch, lease.idle_seconds, False))
         return True
 
     # servers that clear idle slots
@@ -498,6 +500,8 @@ class SlotSwitcher:
                 lease.inside = await self._gate.enter(max(deadline - self._clock(), 0.001))
             if not lease.inside:
                 raise NoTurnError("other requests did not start")
+            if self.actions.hung:
+                raise NoTurnError("the server did not answer")
         except OSError as error:
             self._no_locks(error)
 
@@ -531,18 +535,25 @@ class SlotSwitcher:
             identity = await self._identify(slot)
             if self.actions.works_for(identity) and self._worth_saving(slot):
                 await self._save(slot, set())
+        if self._lock_folder is not None and reading is not None and slot.lease is lease:
+            await self._give_up(slot, reading)
         lease.safe.set()
 
     async def _put_others_away(self, lease: Lease) -> None:
         """See that what is dirty in idle slots is saved, for the start of a request empties them; at the end stands a look
         that found nothing to be done, so that little time is left for another request to end."""
         until = self._clock() + SAFE_SECONDS
-        while await self._put_some_away(lease) and self._clock() < until:
+        failed: set[Slot] = set()
+        while await self._put_some_away(lease, failed) and self._clock() < until:
             if self.actions.hung:
                 raise LlamaServerError("timeout", "a save timed out")
 
-    async def _put_some_away(self, lease: Lease) -> bool:
-        acted = False
+    async def _put_some_away(self, lease: Lease, failed: set[Slot]) -> bool:
+        """Do what is to be done now, but for the slots that it has failed for. Returns whether there was anything."""
+        acted = await self._others_end()
+        if acted:
+            await asyncio.sleep(BUSY_PAUSES[1])
+        await self._refresh()
         for other in await self._ending(lease):
             acted = True
             with contextlib.suppress(asyncio.TimeoutError):
@@ -550,14 +561,21 @@ class SlotSwitcher:
         for slot in list(self.slots.values()):
             holder = slot.lease
             if holder is None:
-                if not slot.yielding and (slot.unmarked or self._worth_saving(slot)):
-                    acted = True
-                    await self._put_away(slot)
+                if slot.yielding or slot in failed or not self._is_unsaved(slot):
+                    continue
+                if not slot.locked and slot.lock.taken():
+                    continue  # another process has it, and saves it
+                acted = True
+                if not await self._put_away(slot) or (slot.lease is None and self._is_unsaved(slot)):
+                    failed.add(slot)
             elif holder is not lease and not holder.safe.is_set():
                 acted = True
                 with contextlib.suppress(asyncio.TimeoutError):  # it has its slot from one that has just ended
                     await asyncio.wait_for(holder.safe.wait(), SAFE_SECONDS)
         return acted
+
+    def _is_unsaved(self, slot: Slot) -> bool:
+        return slot.unmarked or self._worth_saving(slot)
 
     async def _ending(self, lease: Lease) -> list[Lease]:
         """The leases whose requests end just now, or have ended at the server, though we were not told so yet."""
@@ -579,9 +597,27 @@ class SlotSwitcher:
                 or other.reading.task == reading.task
             ):
                 continue
-            if not reading.processing or (reading.remaining is not None and reading.remaining <= NEARLY_OVER_TOKENS):
+            if not reading.processing or _is_nearly_over(reading):
                 ending.append(other)
         return ending
+
+    async def _others_end(self) -> bool:
+        """Whether another process has a slot whose request ends just now, or has left there what it has not saved yet."""
+        taken = [slot for slot in self.slots.values() if _is_nobodys(slot) and slot.lock.taken()]
+        if not taken:
+            return False
+        rows = {row.slot: row for row in await self._index.call(self._index.index.slots, self.name)}
+        readings = {reading.id: reading for reading in await self._look_at_all()}
+        for slot in taken:
+            reading, row = readings.get(slot.number), rows.get(slot.number)
+            if reading is None or not reading.tokens:
+                continue
+            if reading.processing:
+                if _is_nearly_over(reading):
+                    return True
+            elif row is None or row.dirty or (row.task, row.tokens) != (reading.task, reading.tokens):
+                return True
+        return False
 
     # the plan and what comes of it
 
@@ -651,12 +687,15 @@ class SlotSwitcher:
 
     def _continue(self, lease: Lease, known: list[Known]) -> bool:
         """Find the cache that the request continues, or name a new one. Returns whether it may be saved already."""
-        want = lease.want
+        want, place = lease.want, lease.place
         if want.key is not None or not want.chain:
             lease.key = want.key or want.session
+            if want.key is None and lease.key in of_keys(slot for slot in self.slots.values() if slot is not place):
+                lease.key = None  # nothing tells whether it is the same conversation
             return True
-        here = [*self._residents(lease.place), *known]
-        others = [slot for slot in self.slots.values() if slot is not lease.place and slot.resident is not None]
+        here = [*self._residents(place), *known]
+        others = [slot for slot in self.slots.values() if slot is not place and slot.resident is not None]
+        left = {slot.resident.key for slot in others if slot.resident is not None and slot.resident.key is not None}
         dirty = {slot.resident.key for slot in others if slot.resident is not None and slot.resident.dirty}
         in_use = of_keys(self.slots.values()) | {key for key in dirty if key is not None}
         found = continued(want, here, in_use)
@@ -666,7 +705,7 @@ class SlotSwitcher:
                 if slot.resident is not None and slot.resident.key == found.key:
                     slot.resident = None  # what is left there is an old copy
             return True
-        taken = in_use | {cache.key for cache in here}
+        taken = in_use | left | {cache.key for cache in here}
         if want.session is not None and want.session not in taken:
             lease.key = want.session
             return True  # of another model, perhaps
@@ -733,7 +772,10 @@ class SlotSwitcher:
         slot.empty = slot.resident is None and (reading.task is None or reading.tokens == 0)
         mark = before.mark if before is not None else None
         untouched = mark is not None and mark.tokens > 0 and mark.task == reading.task
-        if untouched and slot.seen_idle is not None and slot.seen_idle < self._newest:  # a task has started elsewhere
+        ours = slot.locked or not slot.lock.touched()  # else another process may have put something there
+        if (
+            untouched and ours and slot.seen_idle is not None and slot.seen_idle < self._newest
+        ):  # a task started elsewhere
             self._clears = reading.tokens == 0
         slot.seen_idle = self._newest if slot.resident is not None else None
         if found is Found.RESTARTED:
@@ -765,6 +807,10 @@ class SlotSwitcher:
             known = before.get(reading.id) == (slot.epoch, slot.resident)
             if reading.id != but and known and slot.lease is None and not slot.yielding:
                 self._note(slot, reading)
+        gone = set(self.slots) - {reading.id for reading in readings}
+        for number in gone:  # the server was started again with fewer
+            if self.slots[number].lease is None:
+                self.slots[number].resident = None
         if self._queue.count != len(readings):
             self._queue.count = len(readings)
             self._queue.hand_on_all()
@@ -891,7 +937,7 @@ class SlotSwitcher:
         first = self._queue.count is None
         if not first and (self._lock_folder is None or self._queue.count == 1):
             return
-        touched = [slot for slot in self.slots.values() if _is_nobodys(slot) and slot.lock.touched()]
+        touched = [slot for slot in self.slots.values() if _is_nobodys(slot) and (slot.unread or slot.lock.touched())]
         if not (touched or first):
             return
         rows = {row.slot: row for row in await self._index.call(self._index.index.slots, self.name)}
@@ -902,13 +948,32 @@ class SlotSwitcher:
                 self._heed(slot, rows.get(slot.number))
 
     def _heed(self, slot: Slot, row: SlotRow | None) -> None:
-        known = slot.resident
+        known, slot.seen_idle = slot.resident, None
         if row is None:
             slot.resident = None
-        elif known is None or known.key != row.key or known.mark != Mark(row.task, row.tokens):
+        elif known is None or (known.key, known.mark, known.dirty) != (row.key, Mark(row.task, row.tokens), row.dirty):
             slot.resident = _resident_of(row)
             slot.home = self._home_of(row, slot.home)
             slot.used = self._clock()
+
+    async def _give_up(self, slot: Slot, reading: SlotReading) -> None:
+        """Record that other processes need not wait until what is in a slot is saved: it is, or cannot be."""
+        row = _row_of(self.name, slot)
+        if row is None or row.dirty:
+            row = SlotRow(
+                self.name,
+                slot.number,
+                key=None,
+                owner=None,
+                folder="",
+                route="",
+                task=reading.task or 0,
+                tokens=reading.tokens,
+                dirty=False,
+                whole=False,
+                saved_tokens=0,
+            )
+        await self._index.call(self._index.index.put_slot, row)
 
     async def _write_down(self, slot: Slot) -> None:
         row = _row_of(self.name, slot)
@@ -1058,6 +1123,10 @@ class SlotSwitcher:
                 if not await self._hold(slot, wait, first):
                     return None
                 taken.append(slot)
+                if self.clears_idle and not asleep:  # those that we wait for wait until nothing can be lost here
+                    await self._saved_idle(slot)
+                    if slot.lease is not None:
+                        slot.lease.safe.set()
             readings = {} if asleep else {reading.id: reading for reading in await self._readings()}
             if any(reading.processing for reading in readings.values()):
                 return None
@@ -1115,7 +1184,9 @@ class SlotSwitcher:
         identity = await self._identify(slot)
         if identity.sleeping:
             slot.resident = None
-        elif self.actions.works_for(identity):
+        elif not self.actions.works_for(identity):
+            return False
+        else:
             reading = await self._look(slot.number)
             if reading.processing:
                 slot.resident = None
@@ -1216,6 +1287,11 @@ def _resident_of(row: SlotRow) -> Resident:
         boot=row.boot,
         chain=row.chain,
     )
+
+
+def _is_nearly_over(reading: SlotReading) -> bool:
+    """Whether the answer may end before another request has started."""
+    return reading.remaining is not None and reading.remaining <= NEARLY_OVER_TOKENS
 
 
 def _is_nobodys(slot: Slot) -> bool:

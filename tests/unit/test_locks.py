@@ -631,3 +631,15 @@ def test_without_a_folder_nobody_else_has_the_lock() -> None:
     assert lock.try_acquire()
     assert lock.unshared
     assert not lock.touched()
+
+
+def test_whether_another_has_it_is_seen_without_a_trace(tmp_path: Path) -> None:
+    mine, other = SlotLock(tmp_path, "s"), SlotLock(tmp_path, "s")
+    assert not mine.taken()
+    assert other.try_acquire()
+    assert mine.taken()
+    other.release()
+    assert not mine.taken()
+    assert not other.touched()
+    assert not SlotLock(None, "s").taken()
+    assert not SlotLock(tmp_path / "nowhere", "s").taken()
