@@ -25,12 +25,13 @@ from fake_http import Answer, Disconnected, Refused
 from fake_llama_api import render, tokenize
 from fake_llama_server import FakeLlamaServer, _Memory
 from slot_cache import locks, report
-from slot_cache.folder import CacheFolder
+from slot_cache.folder import CacheFolder, tag_of
 from slot_cache.index import IndexThread, SqliteIndex
+from slot_cache.leases import Lease, Slot, Which
 from slot_cache.llama_server import LlamaServer
 from slot_cache.prompt import fingerprint
 from slot_cache.request import route_tag
-from slot_cache.state import Ending, Outcome, Want
+from slot_cache.state import Ending, Outcome, Resident, Want
 from slot_cache.switcher import SlotSwitcher
 
 BASE_URL = "http://llama:8080"
@@ -56,10 +57,10 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Route:
-    """A model_name, the slot that it uses, and how long its sessions are idle before they are saved."""
+    """A model_name and the slots that it uses."""
 
     name: str
-    slot: int
+    which: Which
 
     @property
     def tag(self) -> str:
@@ -73,6 +74,8 @@ class Session:
     route: Route
     number: int
     owner: str
+    known_by: str = "key"
+    """its key, or what it says: `session`: and its session's id, `content`: that alone"""
     messages: list[Message] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
 
@@ -189,6 +192,7 @@ class Worker:
             lock_folder=world.state,
             clock=world.loop.time,
         )
+        self._watch_the_plan()
         self.folders = {
             route.name: CacheFolder(
                 self.index,
@@ -202,6 +206,33 @@ class Worker:
             )
             for route in world.routes
         }
+
+    def _watch_the_plan(self) -> None:
+        """See that what is decided is what the plan promises."""
+        switcher, world = self.switcher, self.world
+        queue, actions = switcher._queue, switcher.actions
+        granted, save, restore = queue.granted, actions.save, switcher._restore
+
+        def see_granted(slot: Slot, lease: Lease) -> None:
+            if lease.want.knows_itself and slot.resident is not None and not queue.at_home(lease, slot):
+                free = [other for other in queue.allowed(lease.which) if other.lease is None and not other.yielding]
+                empty = [other.number for other in free if other.empty and other.resident is None]
+                if empty:
+                    world.violated(f"slot {slot.number} is taken, though {empty} are empty")
+            granted(slot, lease)
+
+        async def see_save(number: int, resident: Resident, folder: CacheFolder) -> Resident | None:
+            if resident.key is None or not resident.dirty or resident.mark is None or not resident.mark.tokens:
+                world.violated(f"slot {number} is saved, which holds {resident}")
+            return await save(number, resident, folder)
+
+        async def see_restore(lease: Lease, want: Want, *more: Any, donor: str | None = None) -> Outcome:
+            resident, key = lease.place.resident, donor or want.key
+            if resident is not None and resident.whole and resident.key == key:
+                world.violated(f"{key} is restored, though it is there")
+            return await restore(lease, want, *more, donor=donor)
+
+        queue.granted, actions.save, switcher._restore = see_granted, see_save, see_restore  # type: ignore[method-assign]
 
     def spawn(self, work: Callable[[], Any]) -> asyncio.Task[Any]:
         """A task of this process."""
@@ -252,6 +283,7 @@ class World:
         latency: float = 0.0,
         visible: bool = True,
         reuse: Any = "dense",
+        mode: str = "one",
     ) -> None:
         self.visible = visible
         self.latency = latency
@@ -282,9 +314,17 @@ class World:
             damage_lasts=True,
             reuse=reuse,
         )
-        self.routes = [Route("smol", 0), Route("smol/2", 0), Route("big", slots - 1)]
+        if workers > 1:
+            mode = "one"  # a conversation that two processes continue at a time has a cache in each
+        which: list[Which] = {
+            "one": [0, 0, slots - 1],
+            "auto": [None, None, slots - 1],
+            "some": [range(2), None, range(1)],
+        }[mode]
+        self.routes = [Route(name, some) for name, some in zip(["smol", "smol/2", "big"], which, strict=True)]
+        known_by = ["key"] * 6 if mode == "one" else ["session", "content", "content", "session", "session", "content"]
         self.sessions = [
-            Session(route, number, owner)
+            Session(route, number, owner, known_by[number])
             for number, (route, owner) in enumerate(
                 [
                     (self.routes[0], "k1"),
@@ -296,7 +336,7 @@ class World:
                 ]
             )
         ]
-        self.by_key = {session.key: session for session in self.sessions}
+        self.by_key = {session.key: session for session in self.sessions if session.known_by != "content"}
         self.clients: list[Client] = []
         self.vanished: set[Any] = set()
         self.ended: list[Worker] = []
@@ -412,12 +452,12 @@ class World:
     ) -> None:
         worker, session, route = client.worker, client.session, client.route
         started = self.loop.time()
-        chain = fingerprint({"messages": messages}).packed if session is not None else b""
+        want = self._want(session, route, owner, messages)
         worker.acquiring += 1
         try:
             lease = await worker.switcher.acquire(
-                route.slot,
-                Want(None if session is None else session.key, owner, apart=owner != "", chain=chain),
+                route.which,
+                want,
                 worker.folders[route.name],
                 queue_seconds=QUEUE_SECONDS,
                 idle_seconds=self.idle_seconds,
@@ -435,7 +475,7 @@ class World:
         self.count(lease.granted.outcome.value)
         managed = lease.granted.outcome is not Outcome.UNMANAGED
         if managed:
-            self._takes(route.slot, client)
+            self._takes(lease.slot, client)
         ending = Ending.UNSENT
         client.stage = "thinks"
         try:
@@ -463,11 +503,27 @@ class World:
                     session.messages = [*messages, {"role": "assistant", "content": text}]
         finally:
             if not worker.dead:
-                self.in_use.get(route.slot, set()).discard(client)
+                self.in_use.get(lease.slot, set()).discard(client)
                 if client.vanishes:
                     self.vanished.add(lease)
                 else:
                     lease.release(ending)
+
+    def _want(self, session: Session | None, route: Route, owner: str, messages: list[Message]) -> Want:
+        if session is None:
+            return Want(None, owner, apart=owner != "")
+        prompt = fingerprint({"messages": messages})
+        if session.known_by == "key":
+            return Want(session.key, owner, apart=owner != "", chain=prompt.packed)
+        return Want(
+            None,
+            owner,
+            apart=owner != "",
+            chain=prompt.packed,
+            session=session.key if session.known_by == "session" else None,
+            preamble=prompt.preamble,
+            tag=route.tag,
+        )
 
     async def _answer(self, body: dict[str, Any], stream: bool) -> tuple[str, Any, tuple[int, int, str]] | None:
         """The text, the usage, and the server's lives meanwhile; None for an answer that a client cannot use."""
@@ -598,11 +654,20 @@ class World:
 
     def _check_owner(self, key: str, tokens: tuple[int, ...], what: str) -> int:
         """These are tokens of the session's own requests. Returns the last one of them that they begin."""
-        session = self.by_key[key]
-        for number in reversed(range(len(session.asked))):
-            if self._begins(session.asked[number], tokens):
-                return number
-        raise Violation(f"{what} for {session.route.name}/{session.number}: not its own tokens: {_shown(tokens)}")
+        for session in self._sessions_of(key):
+            for number in reversed(range(len(session.asked))):
+                if self._begins(session.asked[number], tokens):
+                    return number
+        raise Violation(f"{what} for {self._name_of(key)}: not its own tokens: {_shown(tokens)}")
+
+    def _sessions_of(self, key: str) -> list[Session]:
+        """Whose cache a key may be of: that of its name, or a conversation that is known by what it says."""
+        if key in self.by_key:
+            return [self.by_key[key]]
+        return [session for session in self.sessions if session.known_by != "key" and session.route.tag == tag_of(key)]
+
+    def _name_of(self, key: str) -> str:
+        return ", ".join(f"{session.route.name}/{session.number}" for session in self._sessions_of(key))
 
     def _begins(self, asked: Asked, tokens: tuple[int, ...]) -> bool:
         n = min(len(tokens), len(asked.prompt))
@@ -649,30 +714,29 @@ class World:
             return
         for key, signature in there.items():
             before = self.good.get(key)
-            if key not in self.by_key or (before is not None and before.signature == signature):
+            if not self._sessions_of(key) or (before is not None and before.signature == signature):
                 continue
             self._check_save(key, signature, before)
         for key in [key for key in self.good if key not in there]:
             gone = self.good.pop(key)
             if not (gone.tampered or key in self.excused or self.max_files):
-                raise Violation(f"a good save is gone: {self.by_key[key].route.name}/{self.by_key[key].number}")
+                raise Violation(f"a good save is gone: {self._name_of(key)}")
 
     def _check_save(self, key: str, signature: tuple[int, int, int], before: Good | None) -> None:
-        session = self.by_key[key]
-        name = f"{key}.bin"
+        whose, name = self._name_of(key), f"{key}.bin"
         self.count("saves")
         weights = next((one for one in ("one", "two") if self.whole_file(name, one)), None)
         tokens = self.whole_file(name, weights) if weights else None
         if not tokens or weights is None:
-            raise Violation(f"a save of {session.route.name}/{session.number} that no server wrote so")
+            raise Violation(f"a save of {whose} that no server wrote so")
         number = self._check_owner(key, tokens, "saved")
         if len(tokens) < MIN_TOKENS:
             raise Violation(f"a save of {len(tokens)} tokens")
         if before is not None and not before.tampered and before.weights == weights:
-            whole = any(self._is_all_of(asked, tokens) for asked in session.asked)
+            whole = any(self._is_all_of(asked, tokens) for session in self._sessions_of(key) for asked in session.asked)
             if len(tokens) < len(before.tokens) and not whole:
                 raise Violation(
-                    f"a save of {len(before.tokens)} tokens of {session.route.name}/{session.number} was replaced by one "
+                    f"a save of {len(before.tokens)} tokens of {whose} was replaced by one "
                     f"of {len(tokens)}, which is not all of an answered request"
                 )
             older = self._check_owner(key, before.tokens, "was saved")
@@ -737,11 +801,13 @@ class World:
         self.run(700.0)
         for worker in self.workers:
             switcher = worker.switcher
-            held = [s.number for s in switcher.slots.values() if s.lease is not None or s.locked]
+            lost = [s for s in switcher.slots.values() if s.lease in self.vanished]  # nobody needs them
+            held = [s.number for s in switcher.slots.values() if (s.lease is not None or s.locked) and s not in lost]
             held += [-1] * switcher.waiting()
             loose = [lease for lease in switcher._loose if lease not in self.vanished]
-            if held or loose or switcher._tasks:
-                raise Violation(f"left over: slots {held}, {loose}, {switcher._tasks}")
+            tasks = switcher._tasks - {s.watch for s in lost}
+            if held or loose or tasks or (lost and self.routes[0].which == 0):
+                raise Violation(f"left over: slots {held}, {loose}, {tasks}")
         for file in self.state.iterdir():
             if SECRET.encode() in file.read_bytes():
                 raise Violation(f"text in {file.name}")
@@ -832,6 +898,7 @@ async def _wait_in_the_loop(paths: tuple[Path, Path], seconds: float) -> Any:
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     turn: Any = None
+    pause = 0.005
     try:
         while True:
             if worker.dead:
@@ -846,7 +913,8 @@ async def _wait_in_the_loop(paths: tuple[Path, Path], seconds: float) -> Any:
                     return held
             if loop.time() >= end:
                 return None
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, 0.5)
     finally:
         if turn is not None:
             worker.turns.discard(turn)

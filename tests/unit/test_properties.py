@@ -13,9 +13,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from slot_world import DOWN_SECONDS, Client, Session, World
+from slot_world import DOWN_SECONDS, SECRET, Client, Session, World
 
 STEPS: Counter[str] = Counter()
+
+SYSTEM = {"role": "system", "content": f"{SECRET} " * 30}
+"""What conversations that are known by what they say have in common."""
 
 durations = st.sampled_from([0.0, 0.0, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0])
 ticks = st.integers(0, 40)
@@ -55,7 +58,8 @@ class Slots(RuleBasedStateMachine):
         self.world: World = None  # type: ignore[assignment]
 
     @initialize(
-        slots=st.sampled_from([1, 2, 2]),
+        slots=st.sampled_from([1, 2, 2, 3, 4]),
+        mode=st.sampled_from(["one", "auto", "some"]),
         workers=st.sampled_from([1, 1, 2]),
         idle_seconds=st.sampled_from([0.0, 1.0]),
         max_files=st.sampled_from([0, 0, 2]),
@@ -135,7 +139,7 @@ class Slots(RuleBasedStateMachine):
         messages = list(session.messages)
         new = {"role": "user", "content": self.world.text(length)}
         if edit == "anew" or not messages or sum(len(m["content"]) for m in messages) > 700:
-            messages = [new]
+            messages = [new] if session.known_by == "key" else [SYSTEM, new]
         elif edit == "grow":
             messages.append(new)
         elif edit == "change":
@@ -173,7 +177,7 @@ class Slots(RuleBasedStateMachine):
         )
         self._step(after, ticks)
 
-    @rule(slot=st.sampled_from([None, 0, 1]), length=st.integers(1, 120), after=durations, ticks=ticks)
+    @rule(slot=st.sampled_from([None, 0, 1, 3]), length=st.integers(1, 120), after=durations, ticks=ticks)
     def stranger(self, slot: int | None, length: int, after: float, ticks: int) -> None:
         if len(self.world.strangers) < 3:
             self.world.stranger(self.world.text(length), slot, 2)
@@ -242,7 +246,7 @@ class Slots(RuleBasedStateMachine):
         if self.world.may_sleep():
             self.world.fake.sleep()
 
-    @rule(slot=st.integers(0, 1))
+    @rule(slot=st.integers(0, 3))
     def clear_slot(self, slot: int) -> None:
         found = self.world.fake.slots[slot % len(self.world.fake.slots)]
         if not found.is_processing:
@@ -329,7 +333,7 @@ def test_the_rules_hold_whatever_happens(tmp_path: Path, capsys: pytest.CaptureF
         settings=settings(
             derandomize=EXAMPLES is None,
             database=None,
-            max_examples=int(EXAMPLES or "180"),
+            max_examples=int(EXAMPLES or "140"),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

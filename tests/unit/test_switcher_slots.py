@@ -202,12 +202,32 @@ async def test_what_was_in_a_slot_that_is_gone_is_found_on_disk(make: Make) -> N
     talks = [desk.talk(name, idle_seconds=1.0) for name in "abcd"]
     await asyncio.gather(*(talk.turn() for talk in talks))
     await asyncio.sleep(2.0)
-    await asyncio.gather(*(talk.turn() for talk in talks))  # not saved since
+    last = max(talks, key=lambda talk: talk.slot)
+    await last.turn()  # not saved since
     keys = [talk.key for talk in talks]
     await desk.here.quiet()
     desk.fake.restart(slots=2)
     for talk in talks:
         assert await talk.turn() is RESTORED
+    assert [talk.key for talk in talks] == keys
+
+
+@in_virtual_time
+async def test_a_slot_that_is_gone_holds_nothing(make: Make) -> None:
+    """Else its conversation would be taken to be in use there."""
+    desk = make(4)
+    await knows_its_server(desk)
+    talks = [desk.talk(name, idle_seconds=1.0) for name in "abcd"]
+    await asyncio.gather(*(talk.turn() for talk in talks))
+    await asyncio.sleep(2.0)
+    await asyncio.gather(*(talk.turn() for talk in talks))  # not saved since
+    await desk.here.quiet()
+    keys = [talk.key for talk in talks]
+    desk.fake.restart(slots=2)
+    await talks[0].turn()
+    assert desk.switcher.resident(2) is None and desk.switcher.resident(3) is None
+    for talk in talks[1:]:
+        await talk.turn()
     assert [talk.key for talk in talks] == keys
 
 
