@@ -172,7 +172,7 @@ class CacheFolder:
             known: dict[str, list[Known]] = {}
             for row in rows:
                 known.setdefault(row.model, []).append(
-                    Known(row.key, row.session, row.owner, row.chain, row.tokens, row.size, row.used)
+                    Known(row.key, row.session, row.owner, row.chain, row.tokens, row.size, row.used, row.rewound)
                 )
             self._known, self._changes = known, changes
             self._by_session = {}
@@ -213,6 +213,7 @@ class CacheFolder:
         *,
         session: str | None = None,
         owner: str | None = None,
+        rewound: bool = False,
     ) -> None:
         """Take a save that the server has answered as good: from now on it is the saved cache of `key`.
 
@@ -227,6 +228,7 @@ class CacheFolder:
             seconds: the prefill it stands for, 0 if not known.
             session: the key of its session's first cache, None for a conversation without a session.
             owner: the LiteLLM key that its tokens belong to, None if not known.
+            rewound: as in `slot_cache.state.Resident`.
 
         Raises:
             NotTheFolderError: the file is not there, nor was that of any save before.
@@ -253,6 +255,7 @@ class CacheFolder:
             seconds=seconds,
             session=session,
             owner=owner,
+            rewound=rewound,
         )
         if self.path is not None:
             part, name = self.path / self.name_to_save(key), self.path / self.saved_name(key)
@@ -385,7 +388,7 @@ def _told(file: CacheFile, row: CacheRow | None) -> CacheFile:
 
 
 def _saved(row: CacheRow) -> Saved:
-    return Saved(row.tokens, row.size, row.chain)
+    return Saved(row.tokens, row.size, row.chain, row.rewound)
 
 
 def _mean(old: float, new: float) -> float:
