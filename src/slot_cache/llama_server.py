@@ -159,15 +159,22 @@ class LlamaServer:
 
     async def slots(self) -> list[SlotReading]:
         """Every slot. This wakes a server that sleeps; ask `props` first where nobody waits."""
-        body = await self._call("GET", "/slots", LOOK_SECONDS)
+        return slot_readings(await self._call("GET", "/slots", LOOK_SECONDS))
+
+    async def takes_actions(self) -> bool:
+        """Whether the server has a --slot-save-path: it is asked for an action that there is not, so that nothing is done.
+        This wakes a server that sleeps."""
         try:
-            if not isinstance(body, list):
-                raise TypeError
-            return [_slot_reading(entry) for entry in body]
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise LlamaServerError(
-                "nonsense", f"GET /slots answered no list of slots ({type(error).__name__})"
-            ) from None
+            await self._call("POST", "/slots/0", LOOK_SECONDS, params={"action": "none"}, json={})
+        except LlamaServerError as error:
+            if error.status not in (400, 501):
+                raise
+            return error.status == 400
+        return True
+
+    async def read(self, path: str) -> Any:
+        """What the server answers to a GET, as it is. Of these /props, /models and /v1/models wake and load nothing."""
+        return await self._call("GET", path, LOOK_SECONDS)
 
     async def sleeping(self) -> bool:
         """Whether the server has unloaded its model until the next request. Asking does not wake it."""
@@ -383,6 +390,16 @@ def shown_model(model: str) -> str:
 def _entries(body: dict[str, Any]) -> list[dict[str, Any]]:
     entries = body.get("data")
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def slot_readings(body: object) -> list[SlotReading]:
+    """Every slot, from the answer of `GET /slots`. Raises LlamaServerError where it is none."""
+    try:
+        if not isinstance(body, list):
+            raise TypeError
+        return [_slot_reading(entry) for entry in body]
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise LlamaServerError("nonsense", f"GET /slots answered no list of slots ({type(error).__name__})") from None
 
 
 def _slot_reading(entry: dict[str, Any]) -> SlotReading:
