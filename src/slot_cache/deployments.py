@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ MOST_BYTES = 2**20
 MOST_VALUES = 50_000
 MOST_DEPTH = 50
 MOST_INCLUDES = 50
+MOST_BITS = 256
 """A configuration that people write is far below all of these."""
 
 FROM_ENVIRONMENT = "os.environ/"
@@ -156,11 +158,11 @@ def _with_includes(path: Path) -> dict[str, Any]:
     """The mapping of a file with what it includes: lists are joined, other values replaced, as LiteLLM does it."""
     whole = _load(path)
     waiting = [(name, path) for name in _includes(whole)]
-    read = {path.absolute()}
+    read = {_absolute(path)}
     while waiting:
         name, said_by = waiting.pop(0)
-        beside = (said_by.parent / name).absolute()
-        at = beside if beside.exists() else (path.parent / name).absolute()
+        beside = _absolute(said_by.parent / name)
+        at = beside if beside.exists() else _absolute(path.parent / name)
         if at in read:
             continue
         read.add(at)
@@ -175,6 +177,10 @@ def _with_includes(path: Path) -> dict[str, Any]:
     if _weight(whole, set(), 0) > MOST_VALUES:
         raise ConfigError(f"it has more than {MOST_VALUES} values")
     return {key: _copied(value) for key, value in whole.items()}
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.normpath(path.absolute()))
 
 
 def _includes(config: Mapping[str, Any]) -> list[str]:
@@ -232,6 +238,8 @@ def _weight(value: object, above: set[int], spent: int) -> int:
         above.discard(id(value))
     elif isinstance(value, (str, bytes)):
         spent += len(value) // 1000
+    elif isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ConfigError("a number has too many digits")
     return spent + 1
 
 

@@ -444,15 +444,15 @@ def _check_slots(told: Told, routes: Sequence[Route]) -> Iterator[Finding]:
                 "There is no such slot: the route's requests are not managed.",
                 f"slot_cache: {{slot: {count - 1}}} or less, or llama-server -np {wants + 1}",
             )
-        elif isinstance(wants, range) and len(wants) > count:
-            what = f"slots is {len(wants)}, the server has {_number(count, 'slot')}"
+        elif isinstance(wants, range) and wants.stop > count:
+            what = f"slots is {wants.stop}, the server has {_number(count, 'slot')}"
             yield Finding(
                 "note",
                 "slot number",
                 route.where,
                 what,
                 "The route uses those there are.",
-                f"slot_cache: {{slots: {count}}}, or llama-server -np {len(wants)}",
+                f"slot_cache: {{slots: {count}}}, or llama-server -np {wants.stop}",
             )
 
 
