@@ -51,6 +51,7 @@ FOLDER_SECONDS = 5.0
 SEE_SECONDS = 1.0
 """How long a saved file is awaited in a folder of another machine."""
 
+_USUAL_PROVIDER = "openai/"
 SERVER_SECONDS = 60.0
 MOST_MODELS = 50
 MOST_SLOTS = 16
@@ -302,6 +303,8 @@ async def _asked(deployment: Deployment) -> str:
     assert deployment.settings is not None
     if deployment.settings.model:
         return deployment.settings.model
+    if deployment.asked.startswith(_USUAL_PROVIDER):  # spares the seconds that it takes to import LiteLLM
+        return deployment.asked.removeprefix(_USUAL_PROVIDER)
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # importing LiteLLM must not ask the network
     return await asyncio.to_thread(upstream_model, {"model": deployment.asked, "api_base": deployment.base_url})
 

@@ -633,6 +633,20 @@ async def test_an_old_router_and_a_wildcard(home: Path, saves: Path, serve: Any,
     await router.aclose()
 
 
+async def test_the_models_name_is_what_litellm_makes_of_it(
+    home: Path, saves: Path, serve: Any, doctor_of: Doctor
+) -> None:
+    router = router_of(saves, *line(saves), names=("alpha", "org/beta"))
+    url = await serve(router)
+    routes = [configs.route(f"r{n}", url, slot_cache={"save_path": str(saves), **GOOD}) for n in range(3)]
+    for route, asked in zip(routes, ("openai/org/beta", "hosted_vllm/alpha", "openai/beta"), strict=True):
+        route["litellm_params"]["model"] = asked
+    done = await doctor_of(write_config(home, *routes))
+    assert [finding["where"] for finding in done.worse_than_ok()] == ["route r2"]
+    assert "org/beta" in done.text("models")  # which names there are
+    await router.aclose()
+
+
 def test_a_router_that_tells_no_models() -> None:
     assert levels(doctor.check_router(RouterTold("s", 2), [ROUTE]), "models") == ["error"]
 
