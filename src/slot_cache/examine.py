@@ -158,7 +158,7 @@ class _Look:
             try:
                 await self.server.health()
             except LlamaServerError as error:
-                if error.fault != "refused":
+                if error.fault in ("unreachable", "timeout"):
                     raise
                 if error.status == 503:
                     return list(doctor.check_server(replace(told, loading=True), self.routes))
@@ -417,7 +417,7 @@ def _see(file: Path, size: int) -> float | None:
     """How far the file's time is ahead, None if it is not there with that size within a while."""
     end = time.monotonic() + SEE_SECONDS
     while True:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             info = file.lstat()
             if stat.S_ISREG(info.st_mode) and info.st_size == size:
                 return info.st_mtime - time.time()
@@ -429,7 +429,7 @@ def _see(file: Path, size: int) -> float | None:
 def _removed(file: Path) -> bool:
     try:
         file.unlink(missing_ok=True)
-    except OSError:
+    except (OSError, ValueError):
         return False
     return True
 
@@ -498,18 +498,22 @@ async def _state(state_dir: Path | None, environ: Mapping[str, str]) -> tuple[St
     if state is None:
         folder = Folder(str(path), problem=f"it does not answer within {FOLDER_SECONDS:.0f} s")
         return State(folder, workers=workers), None, None
-    there = await _within(FOLDER_SECONDS, path.is_dir)
+    there = not state.folder.problem and await _within(FOLDER_SECONDS, path.is_dir)
     return state, path / "index.sqlite3" if state.index == "ok" else None, path if there else None
 
 
 def _look_at_state(path: Path, workers: int | None) -> State:
-    there = path
-    while not there.exists() and there != there.parent:  # it is made when it is needed
-        there = there.parent
-    folder = replace(_look_at(there), path=str(path))
-    index = path / "index.sqlite3"
-    if folder.problem or not index.exists():
-        return State(folder, workers=workers)
+    there, index = path, path / "index.sqlite3"
+    if "\0" in str(path):  # for pathlib that is a folder which is not there (yet)
+        return State(Folder(str(path), problem="no path has such characters"), workers=workers)
+    try:
+        while not there.exists() and there != there.parent:  # it is made when it is needed
+            there = there.parent
+        folder = replace(_look_at(there), path=str(path))
+        if folder.problem or not index.exists():
+            return State(folder, workers=workers)
+    except (OSError, ValueError) as error:
+        return State(Folder(str(path), problem=f"it cannot be read ({type(error).__name__})"), workers=workers)
     try:
         with contextlib.closing(_read_only(index)) as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]

@@ -18,7 +18,9 @@ import httpx
 import pytest
 import yaml
 
+from fake_http import Answer, HttpServer
 from fake_llama_server import FakeLlamaServer
+from fake_llama_swap import FakeLlamaSwap
 from fake_router import FakeRouter, Model
 from slot_cache import doctor
 from slot_cache.cli import main
@@ -845,3 +847,78 @@ async def test_many_servers_that_hang_are_asked_at_once(home: Path, saves: Path,
     assert time.monotonic() - started < 4  # each takes a second to be given up
     assert done.found("server") == ["error"] * 6
     fake.clear()
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "a\0b", "x/" * 3000], ids=["long", "nul", "deep"])
+async def test_paths_that_no_system_takes(home: Path, saves: Path, serve: Any, doctor_of: Doctor, name: str) -> None:
+    url = await serve(FakeLlamaServer(save_dir=saves))
+    hostile = str(home / name)
+    done = await doctor_of(one_route(home, url, home / name, state_dir=hostile), "--write")
+    assert done.code == 2
+    assert done.found("folder") == ["error"] and done.found("state folder") == ["warning"]
+
+
+async def test_anchors_are_no_fault(home: Path, saves: Path, serve: Any, doctor_of: Doctor) -> None:
+    url = await serve(FakeLlamaServer(save_dir=saves))
+    route = "litellm_params: {model: openai/x, api_base: '%s'}, model_info: {slot_cache: %s}"
+    options = json.dumps({"save_path": str(saves), **GOOD})
+    (home / "config.yaml").write_text(
+        f"litellm_settings: {{callbacks: {configs.CALLBACK}}}\nmodel_list:\n"
+        f"- {{model_name: a, {route % (url, '&options ' + options)}}}\n"
+        f"- {{model_name: b, {route % (url, '{<<: *options, max_files: 3}')}}}\n"
+    )
+    done = await doctor_of(home / "config.yaml", "--write")
+    assert done.worse_than_ok() == [] and done.found("settings") == ["ok", "ok"]
+
+
+async def test_a_server_that_computes_is_waited_for(home: Path, saves: Path, serve: Any, doctor_of: Doctor) -> None:
+    fake = FakeLlamaServer(save_dir=saves)
+    url = await serve(fake)
+    fake.fail("slots", "late", 1, seconds=2.5)
+    done = await doctor_of(one_route(home, url, saves))
+    assert done.found("slots") == ["ok"] and done.code == 0
+
+
+async def test_a_llama_swap_is_told_and_its_models_are_left_alone(home: Path, saves: Path, doctor_of: Doctor) -> None:
+    swap = FakeLlamaSwap(("alpha", "beta"), save_dir=saves)
+    server = HttpServer(swap.handle, 0, 5.0, 100)
+    server.listen(True)
+    url = f"http://127.0.0.1:{server.port}"
+    done = await doctor_of(one_route(home, url, saves), "--write")
+    assert done.worse_than_ok() == [] and "llama-swap" in done.text("server") and done.found("models") == ["unknown"]
+    assert not any("/upstream/" in entry for entry in swap.log)
+    done = await doctor_of(one_route(home, url, saves, backend="llama-server"))
+    assert done.found("backend") == ["error"] and done.code == 2
+    await server.close()
+
+
+async def test_a_server_that_is_hostile(home: Path, saves: Path, doctor_of: Doctor) -> None:
+    """What it says is printed as text, and nothing of it is believed blindly."""
+    ansi = "\x1b[2J\r\nb1"
+    props = {
+        "default_generation_settings": 7,
+        "total_slots": "many",
+        "media_marker": ["x"],
+        "build_info": {"a": ansi},
+        "endpoint_slots": "no",
+        "model_path": {"a": 1},
+        "is_sleeping": "yes",
+    }
+    slots = [{"id": 2**80, "is_processing": False, "id_task": [1], "n_prompt_tokens": 2**80}] * 3
+    told = {"/props": props, "/slots": slots, "/v1/models": {"data": [7, {"id": [], "meta": 9}]}}
+
+    async def handle(method: str, target: str, headers: Any, body: bytes) -> Answer:
+        answer = told.get(target.partition("?")[0], {})
+        return Answer(200, json.dumps(answer).encode(), "application/json")
+
+    server = HttpServer(handle, 0, 5.0, 100)
+    server.listen(True)
+    try:
+        done = await doctor_of(one_route(home, f"http://127.0.0.1:{server.port}", saves), "--write", as_json=False)
+        assert done.code == 2 and "\x1b" not in done.out and "\r" not in done.out
+        told["/props"] = {"role": "router", "max_instances": 10**30, "total_slots": 0}
+        told["/models"] = {"data": [{"id": ansi, "status": {"value": ansi, "args": ["-np", "9" * 5000]}}, 7, {"id": 7}]}
+        done = await doctor_of(one_route(home, f"http://127.0.0.1:{server.port}", saves), "--write", as_json=False)
+        assert done.code == 2 and "\x1b" not in done.out
+    finally:
+        await server.close()
