@@ -39,7 +39,7 @@ class Finding:
 
     Attributes:
         level: `ok`; `unknown`: it cannot be told from here; `note`: worth knowing; `warning`: caches are lost or wrong
-            sometimes; `error`: nothing is saved or restored.
+            sometimes; `error`: nothing is saved or restored, or not as it was set.
         check: what was looked at, one of a fixed set of words.
         where: the file, route, server or folder.
         what: what was found.
@@ -297,15 +297,16 @@ def _check_deployment(deployment: Deployment) -> Iterator[Finding]:
         what = "its server is in litellm_credential_name, which is not looked up here"
         yield Finding("unknown", "server", where, what, fix="slot-cache doctor --server URL")
     settings = deployment.settings
-    if settings is not None and settings.save_path is None and (settings.max_files or settings.max_gib):
-        yield Finding(
-            "warning",
-            "limits",
-            where,
-            "max_files and max_gib are set, save_path is not",
-            "Files that cannot be seen cannot be deleted: the limits are not kept.",
-            "slot_cache: {save_path: DIR}, the server's --slot-save-path as the proxy sees it",
-        )
+    if settings is None or settings.save_path is not None:
+        return
+    fix = "slot_cache: {save_path: DIR}, the server's --slot-save-path as the proxy sees it"
+    if settings.max_files or settings.max_gib:
+        what = "max_files and max_gib are set, save_path is not"
+        why = "Files that cannot be seen cannot be deleted: the limits are not kept."
+        yield Finding("warning", "limits", where, what, why, fix)
+    else:
+        why = "Files are not checked before they are restored, and never deleted."
+        yield Finding("note", "save_path", where, "it has no save_path", why, fix)
 
 
 def _check_state_dirs(deployments: Sequence[Deployment]) -> Iterator[Finding]:
@@ -511,11 +512,8 @@ def _check_trial(told: Told, routes: Sequence[Route]) -> Iterator[Finding]:
             "ok", "save_path", told.where, "it is the server's folder: a saved file was seen and removed there"
         )
     else:
-        what = "a route has no save_path: files are not looked at"
-        why = "They are not checked before they are restored, and the limits cannot be kept."
-        yield Finding(
-            "note", "save_path", told.where, what, why, "slot_cache: {save_path: DIR}, where the proxy sees it"
-        )
+        what = "no save_path is given: the file was not looked for, and stays where it is (slot-cache-doctor.bin)"
+        yield Finding("unknown", "save_path", told.where, what)
     if trial.seen and abs(trial.ahead) > FUTURE_SECONDS:
         what = f"the clock of the server's machine or disk differs by {abs(trial.ahead):.0f} s"
         why = "Which files are old, or left over, is told by their times."

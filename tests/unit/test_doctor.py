@@ -767,6 +767,8 @@ async def test_routes_that_contradict_each_other(home: Path, saves: Path, serve:
     assert "warning" in done.found("state folder")
     alone = configs.route("r", url, slot_cache={"max_files": 3})
     assert "warning" in (await doctor_of(write_config(home, alone))).found("limits")
+    plain = await doctor_of(write_config(home, configs.route("r", url, slot_cache=True)), "--write")
+    assert sorted(plain.found("save_path")) == ["note", "unknown"] and plain.code == 0
 
 
 # secrets
@@ -800,9 +802,9 @@ async def test_text_for_people(home: Path, saves: Path, serve: Any, doctor_of: D
     url = await serve(FakeLlamaServer(save_dir=saves, slot_save_path=False))
     done = await doctor_of(one_route(home, url, saves), as_json=False)
     assert done.code == 2
-    assert "  error   slot-save-path: it has no --slot-save-path" in done.out
+    assert "  error    slot-save-path: it has no --slot-save-path" in done.out
     assert "-> llama-server --slot-save-path DIR" in done.out
-    assert done.out.splitlines()[-1].startswith("1 error, 0 warning, 0 note")
+    assert done.out.splitlines()[-1].startswith("1 error, 0 warnings, 0 notes, ")
 
 
 async def test_wrong_usage(home: Path, doctor_of: Doctor) -> None:

@@ -7,19 +7,22 @@ import asyncio
 import json
 import os
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from slot_cache.cli.output import Output
 from slot_cache.deployments import ConfigError, Deployment, read_config, secrets_of_url
-from slot_cache.doctor import LEVELS, Finding, check_config, exit_code, worst
+from slot_cache.doctor import LEVELS, Finding, Level, check_config, exit_code, worst
 from slot_cache.examine import Plan, examine
 from slot_cache.llama_server import base_url_of
 from slot_cache.settings import SettingsError, read_settings
 
 _STYLES = {"ok": "green", "unknown": "dim", "note": "cyan", "warning": "yellow", "error": "red"}
 _SHORTEST_SECRET = 4
+_WIDTH = 105
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -117,14 +120,28 @@ def _without(finding: Finding, secrets: Iterable[str]) -> Finding:
 
 def _print(findings: Sequence[Finding]) -> None:
     output = Output()
-    where = None
-    for finding in findings:
-        if finding.where != where:
-            where = finding.where
-            output.line(where, "bold")
-        output.line(f"  {finding.level:<8}{finding.check}: {finding.what}", _STYLES[finding.level])
+    for where in dict.fromkeys(finding.where for finding in findings):
+        output.line(where, "bold")
+        for finding in findings:
+            if finding.where == where:
+                _print_one(output, finding)
+    counts = Counter(finding.level for finding in findings)
+    output.line(", ".join(_counted(counts[level], level) for level in reversed(LEVELS)), _STYLES[worst(findings)])
+
+
+def _print_one(output: Output, finding: Finding) -> None:
+    first, *others = textwrap.wrap(f"{finding.check}: {finding.what}", _WIDTH, break_on_hyphens=False)
+    output.line(f"  {finding.level:<9}{first}", _STYLES[finding.level])
+    texts = [*others]
+    if finding.level != "ok":
         for text in (finding.why, f"-> {finding.fix}" if finding.fix else ""):
-            if text and finding.level != "ok":
-                output.line(f"{'':10}{text}")
-    counts = [f"{sum(finding.level == level for finding in findings)} {level}" for level in reversed(LEVELS)]
-    output.line(", ".join(counts), _STYLES[worst(findings)])
+            texts += textwrap.wrap(
+                text, _WIDTH, break_on_hyphens=False, subsequent_indent="   " * text.startswith("->")
+            )
+    for text in texts:
+        output.line(f"{'':11}{text}")
+
+
+def _counted(count: int, level: Level) -> str:
+    several = count != 1 and level in ("error", "warning", "note")
+    return f"{count} {level}{'s' if several else ''}"
