@@ -111,6 +111,15 @@ def test_a_flag_that_is_missing(
     assert bad(found) == {check} and levels(found, check) == ["error"] and code == 2
 
 
+def test_a_folder_that_is_gone(tiny_models: Path, tmp_path: Path, doctor: Doctor) -> None:
+    with server(tiny_models / "dense.gguf", tmp_path) as running:
+        (tmp_path / "saved").rmdir()
+        code, found = doctor.of_route(running.base_url, "--write")
+        assert bad(found) == {"save", "folder"} and code == 2
+        (tmp_path / "saved").mkdir(mode=0o700)
+        assert doctor.of_route(running.base_url, "--write")[0] == 0
+
+
 def test_a_server_that_clears_idle_slots(tiny_models: Path, tmp_path: Path, doctor: Doctor) -> None:
     options = {"slots": 4, "kv_unified": True, "cache_ram_mib": 100}
     with server(tiny_models / "dense.gguf", tmp_path, cache_idle_slots=True, **options) as running:
