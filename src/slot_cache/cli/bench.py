@@ -317,19 +317,17 @@ class Bench:
 
     async def load(self, label: str, routes: Sequence[str], texts: str) -> LoadRound:
         plan = self.plan
-        prompts = replace(self.prompts, label=f"{texts}-load")
-        with self.output.step(f"{plan.load_sessions} sessions at once, {label}"):
-            return await measure_load(
-                self.proxy, routes, prompts, plan.load_sessions, plan.load_turns, plan.load_tokens
-            )
+        size = (plan.load_sessions, plan.load_turns, plan.load_tokens)
+        return await self._at_once(f"at once, {label}", routes, f"{texts}-load", size)
 
     async def more_than_slots(self, label: str, routes: Sequence[str], texts: str) -> LoadRound:
         plan = self.plan
-        prompts = replace(self.prompts, label=f"{texts}-slots")
-        with self.output.step(f"{plan.slots_sessions} sessions at once in fewer slots, {label}"):
-            return await measure_load(
-                self.proxy, routes, prompts, plan.slots_sessions, plan.slots_turns, plan.slots_tokens
-            )
+        size = (plan.slots_sessions, plan.slots_turns, plan.slots_tokens)
+        return await self._at_once(f"at once in fewer slots, {label}", routes, f"{texts}-slots", size)
+
+    async def _at_once(self, what: str, routes: Sequence[str], texts: str, size: tuple[int, int, int]) -> LoadRound:
+        with self.output.step(f"{size[0]} sessions {what}"):
+            return await measure_load(self.proxy, routes, replace(self.prompts, label=texts), *size)
 
     async def shared(self, label: str, routes: Sequence[str], texts: str) -> SharedRow:
         plan = self.plan
