@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +34,16 @@ def count_tokens(prompt: str) -> int:
     return len(prompt) - sum(prompt.count(mark) * (len(mark) - 1) for mark in marks)
 
 
+def text_of(name: str, length: int = 400) -> str:
+    """A text that differs from every other name's in its first characters and all along."""
+    text = ""
+    for number in itertools.count():
+        if len(text) >= length:
+            break
+        text += f"{name}{number * 7919 % 1000} "
+    return text[:length]
+
+
 class RequestFailed(RuntimeError):
     """Something else than a complete answer came."""
 
@@ -49,6 +60,14 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     outcome: str | None
+
+
+def reuse(sessions: Iterable[Sequence[Reply]]) -> float:
+    """The share of the sessions' previous prompts that was not computed again."""
+    pairs = [pair for session in sessions for pair in itertools.pairwise(session)]
+    return sum(min(now.cached_tokens, last.prompt_tokens) for last, now in pairs) / sum(
+        last.prompt_tokens for last, _ in pairs
+    )
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 import house
-from clients import Reply, Session
+from clients import Reply, Session, reuse, text_of
 from relay import Relay
 from slot_cache.lab.chat import open_client
 from slot_cache.lab.configs import route
@@ -55,28 +54,10 @@ def saved(many_slots: House, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return many_slots.proxy.folder / "saved"
 
 
-def words_of(name: str, length: int) -> str:
-    """A text that differs from every other name's in its first characters and all along."""
-    text = ""
-    for number in itertools.count():
-        text += f"{name}{number * 7919 % 1000} "
-        if len(text) >= length:
-            return text[:length]
-    raise AssertionError
-
-
-def reuse(sessions: list[list[Reply]]) -> float:
-    """The share of the sessions' previous prompts that was not computed again."""
-    pairs = [pair for session in sessions for pair in itertools.pairwise(session)]
-    return sum(min(now.cached_tokens, last.prompt_tokens) for last, now in pairs) / sum(
-        last.prompt_tokens for last, _ in pairs
-    )
-
-
 async def talk(client: httpx.AsyncClient, session: Session, turns: int, length: int = 300) -> list[Reply]:
     replies = []
     for turn in range(turns):
-        text = words_of(f"{session.name or session.route}-{turn}-", length)
+        text = text_of(f"{session.name or session.route}-{turn}-", length)
         replies.append(await session.ask(client, text, stream=turn % 2 == 0))
     return replies
 
@@ -125,7 +106,7 @@ async def test_side_requests_of_a_session_cost_the_conversation_nothing(
         many_slots.relay.target = server.base_url
         session, replies = Session("with titles", "managed"), []
         for turn in range(6):
-            replies += [await session.ask(client, words_of(f"main{turn}-", 300))]
+            replies += [await session.ask(client, text_of(f"main{turn}-", 300))]
             title = Session(session.name, session.route)
             said = " ".join(text for _, text in session.said)
             await title.ask(client, f"Write a title of five words for this conversation: {said}")
@@ -143,7 +124,7 @@ async def test_conversations_without_a_session_id(many_slots: House, client: htt
         replies: list[list[Reply]] = [[], [], []]
         for turn in range(5):
             for number, session in enumerate(sessions):
-                text = words_of(f"{'ABC'[number]}{turn}{len(system)}-", 200)
+                text = text_of(f"{'ABC'[number]}{turn}{len(system)}-", 200)
                 replies[number].append(await session.ask(client, text, stream=turn % 2 == 0))
     print(f"reuse of 3 conversations without a session id{', with' if system else ''}: {reuse(replies):.3f}")
     assert reuse(replies) >= 0.95
@@ -152,17 +133,17 @@ async def test_conversations_without_a_session_id(many_slots: House, client: htt
 async def test_new_sessions_start_from_what_another_one_has_computed(
     many_slots: House, client: httpx.AsyncClient
 ) -> None:
-    system = words_of("system", 800)
+    system = text_of("system", 800)
     with house.server(many_slots.talker, many_slots.proxy.folder) as server:
         many_slots.relay.target = server.base_url
         first = Session("donor", "managed", [("system", system)])
-        await first.ask(client, words_of("first", 200))
+        await first.ask(client, text_of("first", 200))
         shares = []
         for number in range(10):
             other = Session(f"between {number}", "managed")
-            await other.ask(client, words_of(f"{number} between", 400))
+            await other.ask(client, text_of(f"{number} between", 400))
             session = Session(f"new {number}", "managed", [("system", system)])
-            reply = await session.ask(client, words_of(f"{number} new", 200))
+            reply = await session.ask(client, text_of(f"{number} new", 200))
             assert reply.outcome == "donor"
             shares.append(reply.cached_tokens / len(system))
         again = await first.ask(client, "And then?")
@@ -180,7 +161,7 @@ async def test_a_conversation_goes_on_through_another_api(many_slots: House, cli
         for turn in range(6):
             for number, session in enumerate(sessions):
                 api = ("chat", "messages", "responses")[turn % 3]
-                text = words_of(f"{number}api{turn}-", 200)
+                text = text_of(f"{number}api{turn}-", 200)
                 replies[number].append(await session.ask(client, text, api=api, stream=turn % 2 == 0))
     print(f"reuse of 3 conversations, each turn through another API: {reuse(replies):.3f}")
     assert reuse(replies) >= 0.9
@@ -197,7 +178,7 @@ async def test_overload(many_slots: House, client: httpx.AsyncClient) -> None:
         async def one(number: int) -> list[Reply]:
             session, replies = Session(f"overload {number}", "managed"), []
             while asyncio.get_running_loop().time() < ends:
-                replies.append(await session.ask(client, words_of(f"{number}o{turns[number]}-", 120)))
+                replies.append(await session.ask(client, text_of(f"{number}o{turns[number]}-", 120)))
                 turns[number] += 1
             return replies
 

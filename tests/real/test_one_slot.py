@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 import house
-from clients import APIS, Api, Reply, Session, count_tokens
+from clients import APIS, Api, Reply, Session, count_tokens, reuse, text_of
 from house import TEMPLATE_TOKENS
 from relay import Relay
 from slot_cache.lab.chat import open_client
@@ -88,15 +88,6 @@ async def client(one_slot: House) -> AsyncIterator[httpx.AsyncClient]:
         yield opened
 
 
-def text_of(name: str, length: int = 400) -> str:
-    """A text that differs from every other name's in its first characters and all along."""
-    words = itertools.cycle(f"{name}{number * 7919 % 1000}" for number in range(1000))
-    text = ""
-    while len(text) < length:
-        text += next(words) + " "
-    return text[:length]
-
-
 def letter(number: int) -> str:
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[number % 26]
 
@@ -112,14 +103,6 @@ async def chat(
         text = text_of(f"{session.name[0]}{turn}")
         replies.append(await session.ask(client, text, api=chosen, stream=streams, tokens=tokens))
     return replies
-
-
-def reuse(sessions: list[list[Reply]]) -> float:
-    """The share of the sessions' previous prompts that was not computed again."""
-    pairs = [pair for session in sessions for pair in itertools.pairwise(session)]
-    return sum(min(now.cached_tokens, last.prompt_tokens) for last, now in pairs) / sum(
-        last.prompt_tokens for last, _ in pairs
-    )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
