@@ -24,6 +24,15 @@ PATHS = {
     "messages": "/v1/messages",
     "responses": "/v1/responses",
 }
+
+
+def api_of(name: str, turn: int) -> Api:
+    """The API for a turn of a conversation: another one each time, but completions, whose prompt is a text of its own and not
+    known for the same conversation, for a quarter of the conversations and all their turns."""
+    number = ord(name[0])
+    return "completions" if number % 4 == 1 else ("chat", "messages", "responses")[(number + turn) % 3]
+
+
 FEWEST_TOKENS = 16
 """LiteLLM asks for no shorter answers in messages and responses."""
 
