@@ -111,12 +111,12 @@ Policy = Literal["cost", "lru"]
 def file_score(file: CacheFile, now: float) -> float:
     """What a file saves, per byte it takes, by how soon it may be wanted; the lowest goes first.
 
-    Seconds of prefill, times 1 + log2(1 + uses) (what was wanted again and again is wanted again; the tenth time says less
-    than the second), per byte, over its age. A file that nothing is known of cannot be restored and has 0.
+    Seconds of prefill, times log2(2 + uses) (what was wanted again and again is wanted again; the tenth time says less than
+    the second, and one that is new has its chance), per byte, over its age. A file that nothing is known of cannot be restored and has 0.
     """
     seconds = file.seconds or file.tokens / PREFILL_TOKENS_PER_SECOND
     idle = max(now - file.used, 0.0)
-    return seconds * (1 + log2(1 + file.uses)) / max(file.size, 1) / (idle + FILE_RECENCY_SECONDS)
+    return seconds * log2(2 + file.uses) / max(file.size, 1) / (idle + FILE_RECENCY_SECONDS)
 
 
 def files_to_drop(
