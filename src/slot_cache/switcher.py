@@ -343,6 +343,8 @@ class SlotSwitcher:
             return 0
         if want.key is not None:
             return int(resident.key == want.key)
+        if tag_of(resident.key) != want.tag:
+            return 0  # routes share nothing but what the server does by itself
         return continues(want, resident.session, resident.owner, resident.chain)
 
     def _score(self, slot: Slot) -> float:
@@ -720,7 +722,7 @@ class SlotSwitcher:
         if want.key is not None or not want.chain:
             lease.key = want.key or want.session
             return True
-        here = [*self._residents(lease.place), *known]
+        here = [*self._residents(want, lease.place), *known]
         others = [slot for slot in self.slots.values() if slot is not lease.place and slot.resident is not None]
         dirty = {slot.resident.key for slot in others if slot.resident is not None and slot.resident.dirty}
         in_use = of_keys(self.slots.values()) | {key for key in dirty if key is not None}
@@ -738,11 +740,14 @@ class SlotSwitcher:
         lease.key = f"{want.tag}_{uuid.uuid4().hex}"
         return False
 
-    def _residents(self, *slots: Slot) -> list[Known]:
+    def _residents(self, want: Want, *slots: Slot) -> list[Known]:
+        """What is in these slots, as far as it is of the request's route."""
         found = []
         for slot in slots:
             resident = slot.resident
-            if resident is not None and resident.key is not None and resident.mark is not None:
+            if resident is None or resident.key is None or resident.mark is None:
+                continue
+            if tag_of(resident.key) == want.tag:
                 found.append(
                     Known(
                         resident.key,
@@ -763,8 +768,8 @@ class SlotSwitcher:
         others = [
             slot for slot in self.slots.values() if slot is not place and slot.lease is None and not slot.yielding
         ]
-        here = donor_of(want, self._residents(place))
-        found = donor_of(want, [*self._residents(place, *others), *known])
+        here = donor_of(want, self._residents(want, place))
+        found = donor_of(want, [*self._residents(want, place, *others), *known])
         fewest = max(lease.folder.min_tokens if lease.folder else 0, 1)
         if found is None or found.tokens < fewest:
             return None
