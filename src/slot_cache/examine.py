@@ -353,6 +353,8 @@ class _Trial:
             )
             if not idle:
                 return Trial(untried="no slot is idle: nothing was saved")
+            if idle[0].tokens and not await self._has_room(idle[0].tokens * UNKNOWN_BYTES_PER_TOKEN):
+                return Trial(untried="no idle slot is empty, and a large file is not written just to try")
             await self._remove()
             try:
                 trial = await self._save(idle[0])
@@ -372,6 +374,11 @@ class _Trial:
         if taken:
             stack.callback(lock.release)
         return taken
+
+    async def _has_room(self, size: int) -> bool:
+        """Whether a file of so many bytes does no harm: it can be removed again, and its disk has much more room."""
+        free = [await _within(FOLDER_SECONDS, partial(_free, path)) for path in self._folders]
+        return bool(free) and all((room or 0) > 4 * size for room in free)
 
     async def _save(self, reading: SlotReading) -> Trial:
         try:
@@ -424,6 +431,13 @@ def _see(file: Path, size: int) -> float | None:
         if time.monotonic() > end:
             return None
         time.sleep(0.05)
+
+
+def _free(path: Path) -> int:
+    try:
+        return shutil.disk_usage(path).free
+    except (OSError, ValueError):
+        return 0
 
 
 def _removed(file: Path) -> bool:

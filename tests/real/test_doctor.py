@@ -93,7 +93,7 @@ def test_what_is_in_a_slot_stays_there(tiny_models: Path, tmp_path: Path, doctor
         before = slots(running.base_url)
         assert doctor.of_route(running.base_url, "--write")[0] == 0
         assert slots(running.base_url) == before
-        code, found = doctor.of_route(running.base_url, "--write", save_path=str(tmp_path))
+        code, found = doctor.of_route(running.base_url, "--write", save_path=str(tmp_path))  # not the server's folder
         assert "error" in levels(found, "save_path") and code == 2
         assert slots(running.base_url) == before
 
@@ -131,8 +131,9 @@ def test_a_server_that_clears_idle_slots(tiny_models: Path, tmp_path: Path, doct
         before = slots(running.base_url)
         assert levels(doctor.of_route(running.base_url, "--write")[1], "idle slots") == ["unknown"]
         assert slots(running.base_url) == before
-    with server(tiny_models / "dense.gguf", tmp_path, cache_idle_slots=False, **options) as running:
-        assert levels(doctor.of_route(running.base_url, "--write")[1], "idle slots") == ["ok"]
+    for spared in ({"cache_idle_slots": False}, {"cache_idle_slots": True, "cache_ram_mib": 0}):
+        with server(tiny_models / "dense.gguf", tmp_path, **(options | spared)) as running:
+            assert levels(doctor.of_route(running.base_url, "--write")[1], "idle slots") == ["ok"]
 
 
 def test_a_server_that_sleeps(tiny_models: Path, tmp_path: Path, doctor: Doctor) -> None:

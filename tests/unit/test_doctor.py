@@ -290,6 +290,19 @@ async def test_a_busy_slot_is_left_alone(home: Path, saves: Path, serve: Any, do
     await request
 
 
+async def test_a_large_file_is_not_written_just_to_try(
+    home: Path, saves: Path, serve: Any, doctor_of: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeLlamaServer(save_dir=saves)
+    await fake.complete("hello", slot=0)
+    url = await serve(fake)
+    done = await doctor_of("--server", url, "--write")  # nobody could remove it again
+    assert done.found("save") == ["unknown"] and fake.count("save") == 0
+    monkeypatch.setattr("slot_cache.examine._free", lambda path: 2**20)
+    done = await doctor_of(one_route(home, url, saves), "--write")
+    assert done.found("save") == ["unknown"] and fake.count("save") == 0
+
+
 async def test_an_idle_slot_is_taken_beside_a_busy_one(home: Path, saves: Path, serve: Any, doctor_of: Doctor) -> None:
     fake = FakeLlamaServer(2, save_dir=saves)
     gate = asyncio.Event()
