@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,15 @@ PATHS = {
     "messages": "/v1/messages",
     "responses": "/v1/responses",
 }
+
+
+def api_of(name: str, turn: int) -> Api:
+    """The API for a turn of a conversation: another one each time, but completions, whose prompt is a text of its own and not
+    known for the same conversation, for a quarter of the conversations and all their turns."""
+    number = ord(name[0])
+    return "completions" if number % 4 == 1 else ("chat", "messages", "responses")[(number + turn) % 3]
+
+
 FEWEST_TOKENS = 16
 """LiteLLM asks for no shorter answers in messages and responses."""
 
@@ -31,6 +41,16 @@ def count_tokens(prompt: str) -> int:
     """How many tokens a prompt has: one a character, and one for each mark of the template."""
     marks = ("<|im_start|>", "<|im_end|>")
     return len(prompt) - sum(prompt.count(mark) * (len(mark) - 1) for mark in marks)
+
+
+def text_of(name: str, length: int = 400) -> str:
+    """A text that differs from every other name's in its first characters and all along."""
+    text = ""
+    for number in itertools.count():
+        if len(text) >= length:
+            break
+        text += f"{name}{number * 7919 % 1000} "
+    return text[:length]
 
 
 class RequestFailed(RuntimeError):
@@ -49,6 +69,14 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     outcome: str | None
+
+
+def reuse(sessions: Iterable[Sequence[Reply]]) -> float:
+    """The share of the sessions' previous prompts that was not computed again."""
+    pairs = [pair for session in sessions for pair in itertools.pairwise(session)]
+    return sum(min(now.cached_tokens, last.prompt_tokens) for last, now in pairs) / sum(
+        last.prompt_tokens for last, _ in pairs
+    )
 
 
 @dataclass

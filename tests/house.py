@@ -30,6 +30,7 @@ def proxy(
     modules: Mapping[str, str] | None = None,
     litellm_settings: Mapping[str, Any] | None = None,
     router_settings: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[LiteLLMProxy]:
     """A running LiteLLM proxy with these routes and callbacks.
 
@@ -38,7 +39,7 @@ def proxy(
     config = configs.config(*routes)
     config["litellm_settings"] |= {"callbacks": list(callbacks), **(litellm_settings or {})}
     config["router_settings"] |= router_settings or {}
-    started = LiteLLMProxy(config, folder=folder, extra_env={"XDG_STATE_HOME": str(folder / "state")})
+    started = LiteLLMProxy(config, folder=folder, extra_env={"XDG_STATE_HOME": str(folder / "state"), **(env or {})})
     home = folder / f"proxy-{started.port}"
     home.mkdir(parents=True)
     for name, source in (modules or {}).items():

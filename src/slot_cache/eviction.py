@@ -23,6 +23,9 @@ FILE_RECENCY_SECONDS = 60.0
 use alone, and conversations that have ended, but were restored often, would push out those that go on. (Of an hour, traces
 that fill the disk in minutes got up to a quarter less reuse than with `lru`; see `slot-cache simulate`.)"""
 
+UNNOTICED_SECONDS = 0.05
+"""A shorter wait before an answer begins is not noticed."""
+
 PREFILL_TOKENS_PER_SECOND = 500.0
 RESTORE_BYTES_PER_SECOND = 500e6
 BYTES_PER_TOKEN = 128 * 1024.0
@@ -54,11 +57,13 @@ class Speeds:
     def restoring_pays(self, restored: float, useful: float) -> bool:
         """Whether restoring a file of so many tokens is quicker than computing the part of them that is of use.
 
-        Where one of both was not measured yet it is tried.
+        Where one of both was not measured yet it is tried; and a restore that nobody would notice (`UNNOTICED_SECONDS`) is
+        not weighed: what was measured of so short times says little on a busy machine.
         """
         if not (self.prefill and self.restore and self.token_bytes):
             return True
-        return self.restore_seconds(restored) < self.compute_seconds(useful)
+        takes = self.restore_seconds(restored)
+        return takes < UNNOTICED_SECONDS or takes < self.compute_seconds(useful)
 
 
 def slot_score(tokens: int, saved_tokens: int, idle_seconds: float, speeds: Speeds) -> float:
@@ -106,12 +111,12 @@ Policy = Literal["cost", "lru"]
 def file_score(file: CacheFile, now: float) -> float:
     """What a file saves, per byte it takes, by how soon it may be wanted; the lowest goes first.
 
-    Seconds of prefill, times 1 + log2(1 + uses) (what was wanted again and again is wanted again; the tenth time says less
-    than the second), per byte, over its age. A file that nothing is known of cannot be restored and has 0.
+    Seconds of prefill, times log2(2 + uses) (what was wanted again and again is wanted again; the tenth time says less than
+    the second, and one that is new has its chance), per byte, over its age. A file that nothing is known of cannot be restored and has 0.
     """
     seconds = file.seconds or file.tokens / PREFILL_TOKENS_PER_SECOND
     idle = max(now - file.used, 0.0)
-    return seconds * (1 + log2(1 + file.uses)) / max(file.size, 1) / (idle + FILE_RECENCY_SECONDS)
+    return seconds * log2(2 + file.uses) / max(file.size, 1) / (idle + FILE_RECENCY_SECONDS)
 
 
 def files_to_drop(

@@ -177,7 +177,7 @@ class CacheFolder:
         by_model: dict[str, list[Known]] = {}
         by_session: dict[str | None, list[Known]] = {}
         for row in self.index.index.caches_of(self.id, self.tag):
-            cache = Known(row.key, row.session, row.owner, row.chain, row.tokens, row.size, row.used)
+            cache = Known(row.key, row.session, row.owner, row.chain, row.tokens, row.size, row.used, row.rewound)
             by_model.setdefault(row.model, []).append(cache)
             by_session.setdefault(row.session, []).append(cache)
         return by_model, by_session
@@ -214,6 +214,7 @@ class CacheFolder:
         *,
         session: str | None = None,
         owner: str | None = None,
+        rewound: bool = False,
     ) -> None:
         """Take a save that the server has answered as good: from now on it is the saved cache of `key`.
 
@@ -228,6 +229,7 @@ class CacheFolder:
             seconds: the prefill it stands for, 0 if not known.
             session: the key of its session's first cache, None for a conversation without a session.
             owner: the LiteLLM key that its tokens belong to, None if not known.
+            rewound: as in `slot_cache.state.Resident`.
 
         Raises:
             NotTheFolderError: the file is not there, nor was that of any save before.
@@ -254,6 +256,7 @@ class CacheFolder:
             seconds=seconds,
             session=session,
             owner=owner,
+            rewound=rewound,
         )
         if self.path is not None:
             part, name = self.path / self.name_to_save(key), self.path / self.saved_name(key)
@@ -386,7 +389,7 @@ def _told(file: CacheFile, row: CacheRow | None) -> CacheFile:
 
 
 def _saved(row: CacheRow) -> Saved:
-    return Saved(row.tokens, row.size, row.chain)
+    return Saved(row.tokens, row.size, row.chain, row.rewound)
 
 
 def _mean(old: float, new: float) -> float:

@@ -24,6 +24,7 @@ from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, same_se
 from slot_cache.llama_swap import SwapTracker
 from slot_cache.prompt import Prompt, fingerprint, tell_difference
 from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
+from slot_cache.rewind import Conversation, calls_tools, conversation_of
 from slot_cache.router import RouterTracker, limit_of
 from slot_cache.settings import Settings, SettingsError, asks_for_it, read_settings
 from slot_cache.state import Ending, Outcome, Want
@@ -71,6 +72,10 @@ class _Turn:
     broken: bool = False
     """the last attempt was broken off: LiteLLM makes up a usage for it, of an estimate and without reused tokens"""
     reported: bool = False
+    sent: Mapping[str, Any] | None = field(default=None, repr=False)
+    """the request as it goes to the server, until it has ended"""
+    calls_tools: bool = False
+    """the answer calls tools"""
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     @property
@@ -143,6 +148,7 @@ class SlotCacheHook(CustomLogger):
                 self._note_usage(turn, response)
             except Exception as error:
                 self._once.bug("usage", error)
+            self._heed(turn, response)
             self._end(turn, Ending.ANSWERED)
 
     async def async_post_call_failure_deployment_hook(
@@ -180,6 +186,7 @@ class SlotCacheHook(CustomLogger):
         ending = Ending.BROKEN
         try:
             async for chunk in response:
+                self._heed(turn, chunk)
                 yield chunk
             ending = Ending.ANSWERED
         finally:
@@ -224,7 +231,7 @@ class SlotCacheHook(CustomLogger):
         turn = self._turn_of(kwargs)
         if turn is not None and turn.holds:
             if _is_nested(turn, call_type):
-                turn.nested = True
+                turn.nested, turn.sent = True, kwargs
                 return turn
             self._end(turn, Ending.BROKEN)  # another attempt: the last one ended without a word
         settings = self._settings_of(kwargs, raw)
@@ -249,7 +256,7 @@ class SlotCacheHook(CustomLogger):
             metadata[TOKEN] = turn.token
         turn.request, turn.call_type, turn.nested, turn.usage = request, call_type, False, None
         turn.lease, turn.outcome, turn.why, turn.busy, turn.reported = None, Outcome.UNMANAGED, "", True, False
-        turn.broken = False
+        turn.broken, turn.sent, turn.calls_tools = False, kwargs, False
         if turn.timer is not None:
             turn.timer.cancel()
             turn.timer = None
@@ -294,16 +301,35 @@ class SlotCacheHook(CustomLogger):
         if turn.lease is None or not turn.lease.active:
             return
         turn.broken = ending is Ending.BROKEN
-        turn.lease.release(ending)
+        turn.lease.release(ending, self._conversation(turn) if ending is Ending.ANSWERED else None)
+        turn.sent = None
         if turn.usage is not None:
             self._report(turn)
         elif turn.timer is None and self._loop is not None and not self._loop.is_closed():
             turn.timer = self._loop.call_later(USAGE_SECONDS, self._report, turn)
 
+    def _heed(self, turn: _Turn | None, answer: Any) -> None:
+        """Note of an answer, or a piece of it, whether it calls tools, where that is of interest."""
+        if turn is None or turn.calls_tools or turn.lease is None or not turn.lease.wants_conversation:
+            return
+        try:
+            turn.calls_tools = calls_tools(answer)
+        except Exception as error:
+            self._once.bug("answer", error)
+
+    def _conversation(self, turn: _Turn) -> Conversation | None:
+        if turn.sent is None or turn.lease is None or not turn.lease.wants_conversation:
+            return None
+        try:
+            return conversation_of(turn.sent, turn.calls_tools)
+        except Exception as error:
+            self._once.bug("conversation", error)
+            return None
+
     def _report(self, turn: _Turn) -> None:
         if turn.reported or turn.holds:
             return
-        turn.reported = True
+        turn.reported, turn.sent = True, None
         if turn.timer is not None:
             turn.timer.cancel()
         reused, computed = turn.usage if turn.usage is not None else ("-", "-")

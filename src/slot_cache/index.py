@@ -49,6 +49,7 @@ class CacheRow:
         pending: a save that has been checked and is about to get this name; the file is this row or that.
         session: the key of its session's first cache, None for a conversation without a session.
         owner: the LiteLLM key that its tokens belong to, None if not known.
+        rewound: as in `slot_cache.state.Resident`.
     """
 
     folder: str
@@ -67,6 +68,7 @@ class CacheRow:
     pending: bool = False
     session: str | None = None
     owner: str | None = None
+    rewound: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class SlotRow:
         dirty, whole, saved_tokens: as in `slot_cache.state.Resident`.
         model, boot: of the server that computed it, "" if not known.
         chain: the prompt's fingerprint.
-        session: as in `CacheRow`.
+        session, rewound: as in `CacheRow`.
     """
 
     server: str
@@ -101,6 +103,7 @@ class SlotRow:
     boot: str = ""
     chain: bytes = b""
     session: str | None = None
+    rewound: bool = False
 
 
 class Index(ABC):
@@ -155,6 +158,14 @@ class Index(ABC):
         """It is not known any more what is in a slot."""
 
     @abstractmethod
+    def kind(self, model: str) -> str:
+        """What was learned of a model, "" for nothing."""
+
+    @abstractmethod
+    def put_kind(self, model: str, kind: str) -> None:
+        """Record what was learned of a model."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of files. Calls after that find nothing."""
 
@@ -165,6 +176,7 @@ class MemoryIndex(Index):
     def __init__(self) -> None:
         self._caches: dict[tuple[str, str], list[CacheRow]] = {}
         self._slots: dict[tuple[str, int], SlotRow] = {}
+        self._kinds: dict[str, str] = {}
         self._changes = 0
 
     def cache(self, folder: str, key: str) -> list[CacheRow]:
@@ -207,7 +219,14 @@ class MemoryIndex(Index):
     def drop_slot(self, server: str, slot: int) -> None:
         self._slots.pop((server, slot), None)
 
+    def kind(self, model: str) -> str:
+        return self._kinds.get(model, "")
+
+    def put_kind(self, model: str, kind: str) -> None:
+        self._kinds[model] = kind
+
     def close(self) -> None:
+        self._kinds.clear()
         self._caches.clear()
         self._slots.clear()
 
@@ -239,7 +258,10 @@ _MIGRATIONS = [
     [
         "ALTER TABLE caches ADD COLUMN session TEXT",
         "ALTER TABLE caches ADD COLUMN owner TEXT",
+        "ALTER TABLE caches ADD COLUMN rewound INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE slots ADD COLUMN session TEXT",
+        "ALTER TABLE slots ADD COLUMN rewound INTEGER NOT NULL DEFAULT 0",
+        "CREATE TABLE kinds (model TEXT NOT NULL PRIMARY KEY, kind TEXT NOT NULL) WITHOUT ROWID",
         "UPDATE caches SET session = key",
         "UPDATE slots SET session = key",
         "CREATE TABLE changes (number INTEGER NOT NULL)",
@@ -323,6 +345,13 @@ class SqliteIndex(Index):
 
     def drop_slot(self, server: str, slot: int) -> None:
         self._write(("DELETE FROM slots WHERE server = ? AND slot = ?", (server, slot)))
+
+    def kind(self, model: str) -> str:
+        rows = self._read("SELECT kind FROM kinds WHERE model = ?", model)
+        return str(rows[0][0]) if rows else ""
+
+    def put_kind(self, model: str, kind: str) -> None:
+        self._write(("INSERT OR REPLACE INTO kinds VALUES (?, ?)", (model, kind)))
 
     def close(self) -> None:
         if self._db is not None:
@@ -490,9 +519,9 @@ def _insert(table: str, names: list[str]) -> str:
 
 def _cache_row(row: sqlite3.Row) -> CacheRow:
     values = {name: row[name] for name in _CACHE_FIELDS}
-    return CacheRow(**{**values, "pending": bool(values["pending"])})
+    return CacheRow(**{**values, "pending": bool(values["pending"]), "rewound": bool(values["rewound"])})
 
 
 def _slot_row(row: sqlite3.Row) -> SlotRow:
     values = {name: row[name] for name in _SLOT_FIELDS}
-    return SlotRow(**{**values, "dirty": bool(values["dirty"]), "whole": bool(values["whole"])})
+    return SlotRow(**{**values, **{name: bool(values[name]) for name in ("dirty", "whole", "rewound")}})

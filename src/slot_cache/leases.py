@@ -13,6 +13,7 @@ from slot_cache.folder import CacheFolder
 from slot_cache.locks import SlotLock
 from slot_cache.model import Identity
 from slot_cache.plan import WaiterView, choose_waiter
+from slot_cache.rewind import Conversation
 from slot_cache.state import Ending, Outcome, Resident, SlotReading, Want
 
 TURNS_IN_A_ROW = 8
@@ -48,8 +49,12 @@ class Granted:
 class LeaseOwner(Protocol):
     """What a lease tells of its request."""
 
-    def ended(self, lease: Lease, ending: Ending) -> None:
+    def ended(self, lease: Lease, ending: Ending, conversation: Conversation | None) -> None:
         """The request has ended."""
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether slots are rewound after their requests."""
 
     def learned(self, lease: Lease, reused: int, computed: int, prefill_seconds: float | None) -> None:
         """What the server reported of it."""
@@ -84,6 +89,7 @@ class Lease:
         self.reading: SlotReading | None = None
         self.identity: Identity | None = None
         self.restored = 0
+        self.restored_rewound = False
         self.saved_tokens = 0
         self.done = asyncio.Event()
         self.safe = asyncio.Event()
@@ -96,11 +102,16 @@ class Lease:
         """The slot's number."""
         return self.place.number
 
-    def release(self, ending: Ending) -> None:
+    @property
+    def wants_conversation(self) -> bool:
+        """Whether `release` has a use for what the request has said."""
+        return self.active and self._owner.rewinds
+
+    def release(self, ending: Ending, conversation: Conversation | None = None) -> None:
         """Give the slot back; the next waiter has it at once. A plain call that never fails; a second one does nothing."""
         if self.active:
             self.active = False
-            self._owner.ended(self, ending)
+            self._owner.ended(self, ending, conversation)
 
     def learn(self, reused: int, computed: int, prefill_seconds: float | None = None) -> None:
         """Tell what the server reported of the request: tokens of the prompt reused and computed, and its time for these."""

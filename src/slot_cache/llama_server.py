@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from json import loads
 from typing import Any, Literal
@@ -159,15 +159,22 @@ class LlamaServer:
 
     async def slots(self) -> list[SlotReading]:
         """Every slot. This wakes a server that sleeps; ask `props` first where nobody waits."""
-        body = await self._call("GET", "/slots", LOOK_SECONDS)
+        return slot_readings(await self._call("GET", "/slots", LOOK_SECONDS))
+
+    async def takes_actions(self) -> bool:
+        """Whether the server has a --slot-save-path: it is asked for an action that there is not, so that nothing is done.
+        This wakes a server that sleeps."""
         try:
-            if not isinstance(body, list):
-                raise TypeError
-            return [_slot_reading(entry) for entry in body]
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise LlamaServerError(
-                "nonsense", f"GET /slots answered no list of slots ({type(error).__name__})"
-            ) from None
+            await self._call("POST", "/slots/0", LOOK_SECONDS, params={"action": "none"}, json={})
+        except LlamaServerError as error:
+            if error.status not in (400, 501):
+                raise
+            return error.status == 400
+        return True
+
+    async def read(self, path: str) -> Any:
+        """What the server answers to a GET, as it is. Of these /props, /models and /v1/models wake and load nothing."""
+        return await self._call("GET", path, LOOK_SECONDS)
 
     async def sleeping(self) -> bool:
         """Whether the server has unloaded its model until the next request. Asking does not wake it."""
@@ -263,6 +270,31 @@ class LlamaServer:
         """Have the slot emptied."""
         await self._call("POST", f"/slots/{slot}", SWITCH_SECONDS, params={"action": "erase"}, json={})
 
+    async def render(
+        self, messages: Sequence[Any], tools: Sequence[Any], template: Mapping[str, Any], *, answer_begins: bool
+    ) -> str:
+        """The prompt that the model's chat template makes of messages, with or without the beginning of an answer."""
+        body: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": answer_begins}
+        if tools:
+            body["tools"] = list(tools)
+        if template:
+            body["chat_template_kwargs"] = dict(template)
+        told = await self._call("POST", "/apply-template", LOOK_SECONDS, json=body)
+        prompt = told.get("prompt") if isinstance(told, dict) else None
+        if not isinstance(prompt, str):
+            raise LlamaServerError("nonsense", "POST /apply-template answered without a prompt")
+        return prompt
+
+    async def rewind(self, slot: int, text: str) -> tuple[int, int]:
+        """Have the slot hold the tokens of `text` and nothing else. Returns how many of them it had, and how many it computed."""
+        body = {"prompt": text, "n_predict": 0, "cache_prompt": True, "id_slot": slot, "temperature": 0}
+        told = await self._call("POST", "/completion", SWITCH_SECONDS, json=body)
+        timings = told.get("timings") if isinstance(told, dict) else None
+        had, computed = (timings.get("cache_n"), timings.get("prompt_n")) if isinstance(timings, dict) else (None, None)
+        if not isinstance(had, int) or not isinstance(computed, int):
+            raise LlamaServerError("nonsense", "POST /completion answered without timings")
+        return had, computed
+
     async def _switch(
         self, slot: int, action: str, filename: str, expected_bytes: float, names: tuple[str, str, str]
     ) -> SwitchAnswer:
@@ -284,7 +316,7 @@ class LlamaServer:
     ) -> Any:
         what = f"{method} {path}" + (f"?action={params['action']}" if params and "action" in params else "")
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        patient = path.startswith("/slots") and self.has_a_reason is not None
+        patient = path.startswith(("/slots", "/completion")) and self.has_a_reason is not None
         timeout = httpx.Timeout(PATIENCE_SECONDS if patient else seconds, connect=min(seconds, LOOK_SECONDS))
         if self.model is not None and path not in _OF_THE_ROUTER:
             params = {**(params or {}), "autoload": "false"}
@@ -358,6 +390,16 @@ def shown_model(model: str) -> str:
 def _entries(body: dict[str, Any]) -> list[dict[str, Any]]:
     entries = body.get("data")
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def slot_readings(body: object) -> list[SlotReading]:
+    """Every slot, from the answer of `GET /slots`. Raises LlamaServerError where it is none."""
+    try:
+        if not isinstance(body, list):
+            raise TypeError
+        return [_slot_reading(entry) for entry in body]
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise LlamaServerError("nonsense", f"GET /slots answered no list of slots ({type(error).__name__})") from None
 
 
 def _slot_reading(entry: dict[str, Any]) -> SlotReading:

@@ -25,6 +25,7 @@ class Known:
         tokens: how many tokens it holds.
         size: bytes of its file, 0 if it is not saved.
         used: when it was last used; the later of two that do equally well is taken.
+        rewound: as in `slot_cache.state.Resident`.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Known:
     tokens: int = 0
     size: int = 0
     used: float = 0.0
+    rewound: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,19 @@ class Identity:
         boot: differs after each start of the server, "" where the server's build does not tell.
         name: the model file's name, for people.
         sleeping: the server has unloaded the model for now.
+        build: the server's build, "" if it does not tell.
     """
 
     model: str
     boot: str
     name: str = ""
     sleeping: bool = False
+    build: str = ""
+
+    @property
+    def kind_key(self) -> str:
+        """What is learned of the model with this build is recorded under it: another build may save more, or less."""
+        return f"{self.model} {self.build}" if self.build else self.model
 
 
 def boot_of(props: Mapping[str, Any]) -> str:
@@ -59,6 +66,7 @@ def identity_of(props: Mapping[str, Any], entry: Mapping[str, Any]) -> Identity:
         boot=boot_of(props),
         name=path.replace("\\", "/").rpartition("/")[2],
         sleeping=props.get("is_sleeping") is True,
+        build=str(props.get("build_info") or "")[:80],
     )
 
 

@@ -23,8 +23,25 @@ _ROLES = frozenset({"tools", "system", "user", "assistant", "tool", "prompt"})
 """Roles that are told; one that a client made up is text of the client."""
 
 
-def _blocks_of(chars: int) -> int:
-    return max(1, -(-chars // BLOCK_CHARS))
+FINE_CHARS = 32
+FINE_UNTIL = 512
+"""A bare prompt is one text that grows: its last block changes with each turn. So that a short one is known again, its
+first `FINE_UNTIL` characters are cut into blocks of `FINE_CHARS`."""
+
+
+def _end_of(role: str, block: int) -> int:
+    """Where a block of a piece ends, in characters."""
+    fine = FINE_UNTIL // FINE_CHARS if role == "prompt" else 0
+    if block < fine:
+        return (block + 1) * FINE_CHARS
+    return fine * FINE_CHARS + (block + 1 - fine) * BLOCK_CHARS
+
+
+def _blocks_of(role: str, chars: int) -> int:
+    fine = FINE_UNTIL if role == "prompt" else 0
+    if chars <= fine:
+        return max(1, -(-chars // FINE_CHARS))
+    return max(1, fine // FINE_CHARS - (-(chars - fine) // BLOCK_CHARS))
 
 
 @dataclass(frozen=True)
@@ -42,14 +59,14 @@ class Span:
     @property
     def blocks(self) -> int:
         """How many blocks of the chain it takes."""
-        return sum(_blocks_of(chars) for chars in self.pieces)
+        return sum(_blocks_of(self.role, chars) for chars in self.pieces)
 
     def chars_of(self, blocks: int) -> int:
         """How many characters its first blocks hold."""
         total = 0
         for chars in self.pieces:
-            taken = min(blocks, _blocks_of(chars))
-            total += min(taken * BLOCK_CHARS, chars)
+            taken = min(blocks, _blocks_of(self.role, chars))
+            total += min(_end_of(self.role, taken - 1), chars) if taken > 0 else 0
             blocks -= taken
         return total
 
@@ -101,8 +118,10 @@ def fingerprint(request: Mapping[str, Any]) -> Prompt:
     for role, pieces in _messages(request):
         for piece in pieces:
             link = _digest(link, f"{role}\0{piece.kind}".encode("utf-8", "surrogatepass"))
-            for start in range(0, max(len(piece.text), 1), BLOCK_CHARS):
-                block = piece.text[start : start + BLOCK_CHARS]
+            start = 0
+            for number in range(_blocks_of(role, len(piece.text))):
+                end = _end_of(role, number)
+                block, start = piece.text[start:end], end
                 link = _digest(link, block.encode("utf-8", "surrogatepass"))
                 chain.append(link)
         spans.append(Span(role if role in _ROLES else "unknown", tuple(len(piece.text) for piece in pieces)))

@@ -118,14 +118,14 @@ def read_request(kwargs: Mapping[str, Any], settings: Settings) -> CacheRequest:
     return CacheRequest(
         route=route,
         base_url=base_url,
-        model=settings.model or _upstream_model(kwargs),
+        model=settings.model or upstream_model(kwargs),
         api_key=key if isinstance(key, str) and key.strip().lower() not in ("", "none") else None,
         session=None if session_id is None else session_digest(session_id, owner),
         owner=owner,
     )
 
 
-def _upstream_model(kwargs: Mapping[str, Any]) -> str:
+def upstream_model(kwargs: Mapping[str, Any]) -> str:
     """The model's name as LiteLLM sends it to the server: without the provider's prefix, by LiteLLM's own rules."""
     from litellm import get_llm_provider
 

@@ -27,6 +27,15 @@ USELESS_IN_A_ROW = 2
 """A restore of which the server reused less than this part helped nothing. After so many in a row that should have
 helped, the model's caches are neither saved nor restored any more until the server is started again."""
 
+PLAIN, REWIND, TRIAL = "plain", "rewind", "trial"
+"""What a model is like: its restores are reused; or only those of slots that were rewound; or that is to be found out."""
+
+REWIND_PART = 0.1
+REWIND_FREE_TOKENS = 600
+"""A rewind that computes more than this part of the prompt, and more than so many tokens, is not worth it. The server keeps
+its last context checkpoints 4 and 516 tokens before the end of a prompt (with its default batch of 512), so up to so many
+are computed where all is as it should be."""
+
 REMEMBERED = 1000
 """Of so many routes it is remembered how large a token is, and of so many caches that the server refused to restore them;
 at the second time they are deleted."""
@@ -62,6 +71,8 @@ class SlotActions:
         self._off_until = float("-inf")
         self._bytes_per_token: OrderedDict[str, float] = OrderedDict()
         self._useless: Counter[str] = Counter()
+        self._kinds: dict[str, str] = {}
+        self._recalled: OrderedDict[str, None] = OrderedDict()
         self._stopped: dict[str, str] = {}
         self._refused: OrderedDict[str, None] = OrderedDict()
 
@@ -167,6 +178,7 @@ class SlotActions:
                 seconds,
                 session=resident.session,
                 owner=resident.owner,
+                rewound=resident.rewound,
             )
         except NotTheFolderError as error:
             self._failed("save", kind, key, f"{error}; its files are not looked at from now on")
@@ -231,6 +243,7 @@ class SlotActions:
             model=identity.model,
             boot=identity.boot,
             chain=saved.chain,
+            rewound=saved.rewound,
         )
 
     async def _failed_save(self, key: str, folder: CacheFolder, written: bool) -> None:
@@ -268,23 +281,89 @@ class SlotActions:
                 rate if not self.prefill_rate else (1 - _RATE_WEIGHT) * self.prefill_rate + _RATE_WEIGHT * rate
             )
 
-    def learn_use(self, identity: Identity, restored: int, reused: int) -> None:
-        """Learn whether a restore helped, from what the server reused of a prompt that continues what was restored."""
+    def learn_use(self, identity: Identity, restored: int, reused: int, rewound: bool = False) -> str:
+        """Learn whether a restore helped, from what the server reused of a prompt that continues what was restored.
+
+        The first one that did not starts a lesson: from then on slots are rewound before they are saved, and what was not
+        is not restored. If that does not help either, or a model that was known does not behave as it did, its caches are
+        neither saved nor restored any more.
+
+        Returns:
+            what has been learned for good just now (`plain` or `rewind`), else "".
+        """
         if restored <= 0 or identity.model in self._stopped:
-            return
+            return ""
+        kind = self._kinds.get(identity.kind_key, "")
         if reused >= USELESS_PART * restored:
             self._useless[identity.model] = 0
-            return
+            if kind == TRIAL and rewound:
+                return self._learn_kind(identity, REWIND)
+            return self._learn_kind(identity, PLAIN) if kind == "" and reused >= restored / 2 else ""
         self.counts["useless restores"] += 1
-        self._useless[identity.model] += 1
-        if self._useless[identity.model] >= USELESS_IN_A_ROW:
-            self._stopped[identity.model] = identity.boot
-            report.logger.warning(
-                "slot-cache: %s: this model's restores are not reused (sliding-window or recurrent memory): for a "
-                "sliding-window model start llama-server with --swa-full; %s is neither saved nor restored any more "
-                "until the server is started again",
+        if kind == "":
+            self._kinds[identity.kind_key] = TRIAL
+            report.info(
+                "%s: a restore of %s was not reused: its slots are rewound before they are saved from now on",
                 self.server.shown,
                 report.shown(identity.name),
+            )
+            return ""
+        self._useless[identity.model] += 1
+        if self._useless[identity.model] >= (1 if kind == TRIAL and rewound else USELESS_IN_A_ROW):
+            self._stop(
+                identity,
+                "this model's restores are not reused (sliding-window or recurrent memory): for a sliding-window model "
+                "start llama-server with --swa-full",
+            )
+        return ""
+
+    def _learn_kind(self, identity: Identity, kind: str) -> str:
+        self._kinds[identity.kind_key] = kind
+        self._forget_kinds()
+        return kind
+
+    def _forget_kinds(self) -> None:
+        while len(self._kinds) > REMEMBERED:
+            del self._kinds[next(iter(self._kinds))]
+
+    def _stop(self, identity: Identity, why: str) -> None:
+        self._stopped[identity.model] = identity.boot
+        report.logger.warning(
+            "slot-cache: %s: %s; %s is neither saved nor restored any more until the server is started again",
+            self.server.shown,
+            why,
+            report.shown(identity.name),
+        )
+
+    def kind(self, identity: Identity) -> str:
+        """What is known of a model: `plain`, `rewind`, `trial` (it may be either `rewind` or none), "" for nothing."""
+        return self._kinds.get(identity.kind_key, "")
+
+    def knows_kind(self, identity: Identity) -> bool:
+        """Whether `recall_kind` was called for the model."""
+        return identity.kind_key in self._recalled
+
+    def recall_kind(self, identity: Identity, kind: str) -> None:
+        """What was learned of a model before this process."""
+        self._recalled[identity.kind_key] = None
+        while len(self._recalled) > REMEMBERED:
+            self._recalled.popitem(last=False)
+        if kind in (PLAIN, REWIND) and not self._kinds.get(identity.kind_key):
+            self._kinds[identity.kind_key] = kind
+            self._forget_kinds()
+
+    def needs_rewind(self, identity: Identity | None) -> bool:
+        """Whether slots are rewound before they are saved."""
+        return identity is not None and self.kind(identity) in (TRIAL, REWIND) and identity.model not in self._stopped
+
+    def rewound(self, identity: Identity, had: int, computed: int) -> None:
+        """Note what a rewind has cost: tokens of the text that the slot had, and that were computed."""
+        self.counts["rewinds"] += 1
+        if computed > REWIND_FREE_TOKENS and computed > REWIND_PART * (had + computed):
+            self._stop(
+                identity,
+                f"a rewind computed {computed} of {had + computed} tokens: the server keeps no context checkpoints "
+                "(--ctx-checkpoints 0?), so that this model's saves are of no use",
             )
 
     def stopped(self) -> list[str]:

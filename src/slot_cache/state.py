@@ -73,6 +73,7 @@ class Resident:
         boot: the server's process it was computed in, "" where the server does not tell.
         chain: the fingerprint of its prompt, packed.
         session: the key that its session's first cache has, None for a conversation without a session.
+        rewound: it ends where a message of the conversation ends, see `rewind`.
     """
 
     key: str | None
@@ -88,15 +89,18 @@ class Resident:
     boot: str = ""
     chain: bytes = b""
     session: str | None = None
+    rewound: bool = False
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A cache on disk that may be restored: how many tokens it holds, its size in bytes, its prompt's fingerprint."""
+    """A cache on disk that may be restored: how many tokens it holds, its size in bytes, its prompt's fingerprint, and
+    whether it was rewound before the save."""
 
     tokens: int
     size: int
     chain: bytes = b""
+    rewound: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from slot_cache.matching import Donor, Known, continued, continues, donor_of
 from slot_cache.model import Identity
 from slot_cache.plan import Found, Plan, SlotView, judge, make_plan, order_slots, worth_saving
 from slot_cache.prompt import links, shared_links, shared_part
+from slot_cache.rewind import Conversation, find_point
 from slot_cache.slot_actions import SlotActions
 from slot_cache.start_gate import StartGate
 from slot_cache.state import Ending, Mark, Outcome, Resident, Saved, SlotReading, Want
@@ -245,21 +246,28 @@ class SlotSwitcher:
                 slot.resident = None  # what that request leaves could not be told from it
         return lease
 
-    def ended(self, lease: Lease, ending: Ending) -> None:
+    def ended(self, lease: Lease, ending: Ending, conversation: Conversation | None) -> None:
         """As `LeaseOwner` says."""
         lease.done.set()
         lease.safe.set()
         self._leave(lease)
         if self._loose.pop(lease, None) is None:
-            self._give_back(lease, ending)
+            self._give_back(lease, ending, conversation)
+
+    @property
+    def rewinds(self) -> bool:
+        """As `LeaseOwner` says."""
+        return self.actions.needs_rewind(self._identity)
 
     def learned(self, lease: Lease, reused: int, computed: int, prefill_seconds: float | None) -> None:
         """As `LeaseOwner` says."""
         if prefill_seconds is not None:
             self.actions.learn_prefill(computed, prefill_seconds)
         if lease.restored and lease.identity is not None:
-            self.actions.learn_use(lease.identity, lease.restored, reused)
+            learned = self.actions.learn_use(lease.identity, lease.restored, reused, lease.restored_rewound)
             lease.restored = 0
+            if learned:
+                self._task(self._index.call(self._index.index.put_kind, lease.identity.kind_key, learned))
 
     # who has which slot
 
@@ -275,7 +283,7 @@ class SlotSwitcher:
         self._loose = {loose: since for loose, since in self._loose.items() if since > oldest}
         slot.disturbed = bool(self._loose)
 
-    def _give_back(self, lease: Lease, ending: Ending) -> None:
+    def _give_back(self, lease: Lease, ending: Ending, conversation: Conversation | None = None) -> None:
         slot = lease.place
         if slot.lease is not lease:
             return
@@ -286,6 +294,11 @@ class SlotSwitcher:
             slot.empty, slot.seen_idle = False, None
             slot.perhaps_busy = ending is Ending.BROKEN
         slot.idle_tries = 0
+        if conversation is not None and ending is Ending.ANSWERED and slot.resident is not None and self.rewinds:
+            hold = slot.lease = self._hold_of(slot)
+            slot.epoch += 1
+            self._task(self._rewind(slot, hold, conversation, lease.idle_seconds))
+            return
         sent = ending is not Ending.UNSENT
         self._free(slot, lambda: self._settle(slot, slot.epoch, lease.idle_seconds, sent))
 
@@ -332,6 +345,8 @@ class SlotSwitcher:
             return 0
         if want.key is not None:
             return int(resident.key == want.key)
+        if tag_of(resident.key) != want.tag:
+            return 0  # routes share nothing but what the server does by itself
         return continues(want, resident.session, resident.owner, resident.chain)
 
     def _score(self, slot: Slot) -> float:
@@ -340,6 +355,54 @@ class SlotSwitcher:
             return 0.0
         tokens = resident.mark.tokens if resident.mark else resident.tokens_before
         return slot_score(tokens, resident.saved_tokens, self._clock() - slot.used, self.actions.speeds)
+
+    async def _rewind(self, slot: Slot, hold: Lease, conversation: Conversation, idle_seconds: float) -> None:
+        """Send the slot back to where the conversation's next turn goes on, before anybody else has it."""
+        try:
+            if self.clears_idle:
+                await self._enter(hold, self._clock() + SAFE_SECONDS, save_first=False)
+                await self._put_others_away(hold)
+            await self._rewound(slot, conversation)
+        except (LlamaServerError, NoTurnError) as error:
+            self._once.warn(("rewind", self.server.base_url), "%s rewind failed: %s", self.server.shown, error)
+            slot.resident, slot.perhaps_busy = None, True
+        except Exception as error:
+            self._once.bug("rewind", error)
+            slot.resident = None
+        finally:
+            self._leave(hold)
+            hold.active = False
+            hold.safe.set()
+            self._free(slot, lambda: self._settle(slot, slot.epoch, idle_seconds, sent=slot.perhaps_busy))
+
+    async def _rewound(self, slot: Slot, conversation: Conversation) -> None:
+        reading = await self._look(slot.number)
+        if reading.processing:
+            return
+        self._judge(slot, reading)
+        identity = await self._identify(slot)
+        if slot.resident is None or not self.actions.needs_rewind(identity):
+            return
+
+        async def render(messages: Sequence[Any], answer_begins: bool) -> str | None:
+            try:
+                return await self.server.render(
+                    messages, conversation.tools, conversation.template, answer_begins=answer_begins
+                )
+            except LlamaServerError as error:
+                if error.fault != "refused":
+                    raise
+                return None  # the template has no words for it
+
+        text = await find_point(conversation, render)
+        if text is None:
+            return
+        had, computed = await self.server.rewind(slot.number, text)
+        self.actions.rewound(identity, had, computed)
+        reading = await self._look(slot.number)
+        if reading.task is not None and not reading.processing:
+            mark = Mark(reading.task, reading.tokens)
+            slot.resident = replace(slot.resident, mark=mark, dirty=True, whole=True, rewound=True)
 
     # leases that nobody gave back
 
@@ -492,11 +555,13 @@ class SlotSwitcher:
 
     # servers that clear idle slots
 
-    async def _enter(self, lease: Lease, deadline: float) -> None:
+    async def _enter(self, lease: Lease, deadline: float, *, save_first: bool = True) -> None:
         try:
             lease.inside = await self._gate.try_enter()
             if not lease.inside:
-                await self._save_first(lease, deadline)
+                if save_first:
+                    await self._save_first(lease, deadline)
+                lease.safe.set()
                 lease.inside = await self._gate.enter(max(deadline - self._clock(), 0.001))
             if not lease.inside:
                 raise NoTurnError("other requests did not start")
@@ -642,8 +707,10 @@ class SlotSwitcher:
         mine = self._continue(lease, known)
         want = replace(want, key=lease.key)
         saved = await self._look_up(lease.key, identity, folder) if works and mine and lease.key is not None else None
+        if saved is not None and self.rewinds and not (saved.rewound and shared_part(saved.chain, want.chain) == 1.0):
+            saved = None  # such a model reuses nothing of a cache that the prompt does not continue to its end
         plan = make_plan(want, slot.resident, saved, reading, slot.min_tokens)
-        donor = self._donor(lease, known, plan) if works else None
+        donor = self._donor(lease, [] if self.rewinds else known, plan) if works else None
         if at_home and plan.save and works and self._worth_saving(slot):
             await self._save(slot, {key for key in (want.key, donor.cache.key if donor else None) if key})
         outcome, tokens = plan.outcome, reading.tokens if plan.outcome is Outcome.RESIDENT else 0
@@ -693,7 +760,7 @@ class SlotSwitcher:
             if want.key is None and lease.key in of_keys(slot for slot in self.slots.values() if slot is not place):
                 lease.key = None  # nothing tells whether it is the same conversation
             return True
-        here = [*self._residents(place), *known]
+        here = [*self._residents(want, place), *known]
         others = [slot for slot in self.slots.values() if slot is not place and slot.resident is not None]
         left = {slot.resident.key for slot in others if slot.resident is not None and slot.resident.key is not None}
         dirty = {slot.resident.key for slot in others if slot.resident is not None and slot.resident.dirty}
@@ -712,11 +779,14 @@ class SlotSwitcher:
         lease.key = f"{want.tag}_{uuid.uuid4().hex}"
         return False
 
-    def _residents(self, *slots: Slot) -> list[Known]:
+    def _residents(self, want: Want, *slots: Slot) -> list[Known]:
+        """What is in these slots, as far as it is of the request's route."""
         found = []
         for slot in slots:
             resident = slot.resident
-            if resident is not None and resident.key is not None and resident.mark is not None:
+            if resident is None or resident.key is None or resident.mark is None:
+                continue
+            if tag_of(resident.key) == want.tag:
                 found.append(
                     Known(
                         resident.key,
@@ -737,8 +807,8 @@ class SlotSwitcher:
         others = [
             slot for slot in self.slots.values() if slot is not place and slot.lease is None and not slot.yielding
         ]
-        here = donor_of(want, self._residents(place))
-        found = donor_of(want, [*self._residents(place, *others), *known])
+        here = donor_of(want, self._residents(want, place))
+        found = donor_of(want, [*self._residents(want, place, *others), *known])
         fewest = max(lease.folder.min_tokens if lease.folder else 0, 1)
         if found is None or found.tokens < fewest:
             return None
@@ -840,6 +910,9 @@ class SlotSwitcher:
         if self._identity is not None and identity.boot != self._identity.boot:
             self.actions.restarted()
         self._identity = identity
+        if not self.actions.knows_kind(identity):
+            kind = await self._index.call(self._index.index.kind, identity.kind_key)
+            self.actions.recall_kind(identity, kind)
         resident = slot.resident
         if (
             resident is not None
@@ -895,7 +968,7 @@ class SlotSwitcher:
             return Outcome.COLD
         slot.home, slot.empty = folder, False
         if shared_part(saved.chain, want.chain) >= 0.5:
-            lease.restored = saved.tokens
+            lease.restored, lease.restored_rewound = saved.tokens, saved.rewound
         return Outcome.RESTORED
 
     async def _erase(self, slot: Slot) -> None:
@@ -1200,6 +1273,8 @@ class SlotSwitcher:
         resident = slot.resident
         if resident is None or resident.mark is None or not worth_saving(resident, slot.min_tokens):
             return False
+        if self.rewinds and not resident.rewound:
+            return False  # a restore would be of no use
         return self.actions.speeds.restoring_pays(resident.mark.tokens, resident.mark.tokens)
 
     async def _let_go(self, slot: Slot, epoch: int) -> None:
@@ -1261,6 +1336,7 @@ def _row_of(server: str, slot: Slot) -> SlotRow | None:
         key=resident.key,
         session=resident.session,
         owner=resident.owner,
+        rewound=resident.rewound,
         folder=slot.home.id,
         route=slot.home.route,
         task=resident.mark.task,
@@ -1279,6 +1355,7 @@ def _resident_of(row: SlotRow) -> Resident:
         key=row.key,
         session=row.session,
         owner=row.owner,
+        rewound=row.rewound,
         dirty=row.dirty,
         mark=Mark(row.task, row.tokens),
         whole=row.whole,

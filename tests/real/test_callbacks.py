@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 import house
-from clients import APIS, Api, RequestFailed, Session
+from clients import APIS, Api, RequestFailed, Session, api_of
 from relay import Relay
 from slot_cache.lab.chat import open_client
 from slot_cache.lab.configs import CALLBACK, route
@@ -136,7 +136,7 @@ async def test_requests_with_the_same_call_id_are_kept_apart(company: House, cli
         session = Session(name, "managed")
         last = 0
         for turn in range(5):
-            api, stream = APIS[turn % 4], turn % 2 == 0
+            api, stream = api_of(name, turn), turn % 2 == 0
             reply = await session.ask(
                 client, f"{name} {turn} " * 20, api=api, stream=stream, headers={"x-litellm-call-id": "one-id-for-all"}
             )

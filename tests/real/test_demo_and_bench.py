@@ -26,7 +26,14 @@ def test_demo_finds_every_cache_again(tiny_models: Path, monkeypatch: pytest.Mon
 
 
 def test_bench_measures_every_section(tiny_models: Path) -> None:
-    plan = bench.Plan((600,), 2, (600,), 2, 5, load_sessions=3, load_turns=2, load_tokens=400, load_rounds=1)
+    plan = bench.Plan(
+        *((600,), 2, (600,), 2, 5, 3, 2, 400, 1),
+        slots_turns=2,
+        slots_tokens=400,
+        slots_rounds=1,
+        shared_sessions=2,
+        shared_tokens=400,
+    )
     stream = io.StringIO()
     report = bench.bench_embedded(Output(stream), plan, tiny_models / "dense.gguf")
     assert report.notes == []
@@ -41,3 +48,18 @@ def test_bench_measures_every_section(tiny_models: Path) -> None:
     assert reuse["with the plugin"] == 1.0
     assert reuse["without the plugin"] is not None
     assert reuse["without the plugin"] < 0.5
+    assert report.slots is not None
+    pinned, plugin, pinned_defaults, plugin_defaults = report.slots.rows
+    assert plugin.reuse == 1.0, stream.getvalue()
+    assert plugin_defaults.reuse is not None
+    assert plugin_defaults.reuse >= 0.8, stream.getvalue()  # one of six may end in the step in which another one starts
+    for row in (pinned, pinned_defaults):
+        assert row.reuse is not None
+        assert row.reuse < 0.9
+        assert row.outcomes == {}
+    assert sum(plugin.outcomes.values()) == sum(plugin_defaults.outcomes.values()) == 12
+    assert report.shared is not None
+    shared = {row.label: row for row in report.shared.rows}
+    assert shared["without the plugin"].reuse < 0.2
+    assert shared["with the plugin"].least_reuse > 0.9
+    assert shared["with the plugin"].outcomes == {"donor": 2}

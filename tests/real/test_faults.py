@@ -68,7 +68,7 @@ def places(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
     with ExitStack() as stack:
         for place in PLACES:
             relay = built.relays[place] = stack.enter_context(Relay())
-            options: Any = {"slot-5": {"slot": 5}, "settings": {"slots": 3, "max_files": -1}}.get(place, True)
+            options: Any = {"slot-5": {"slot": 5}, "settings": {"slotz": 3, "max_files": -1}}.get(place, True)
             routes.append(route(place, relay.base_url, slot_cache=options, api_key="wrong" if place == "key" else None))
             routes.append(route(f"{place}-plain", relay.base_url, api_key="wrong" if place == "key" else None))
         routes.append(route("right-key", built.relays["key"].base_url, slot_cache=True, api_key="right"))
@@ -256,7 +256,7 @@ async def test_wrong_settings_of_one_route_do_not_disturb_another(places: House,
         assert relay.count("slots") == 0
     said = places.warnings("route 'settings'")
     assert len(said) == 1
-    assert all(word in said[0] for word in ("slots", "max_files", "-1"))
+    assert all(word in said[0] for word in ("slotz", "max_files", "-1"))
     with places.server("restarted"):
         assert await outcome_or_status(client, "restarted") in ("cold", "resident")
 

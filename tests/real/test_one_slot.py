@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 import house
-from clients import APIS, Api, Reply, Session, count_tokens
+from clients import APIS, Api, Reply, Session, api_of, count_tokens, reuse, text_of
 from house import TEMPLATE_TOKENS
 from relay import Relay
 from slot_cache.lab.chat import open_client
@@ -88,15 +88,6 @@ async def client(one_slot: House) -> AsyncIterator[httpx.AsyncClient]:
         yield opened
 
 
-def text_of(name: str, length: int = 400) -> str:
-    """A text that differs from every other name's in its first characters and all along."""
-    words = itertools.cycle(f"{name}{number * 7919 % 1000}" for number in range(1000))
-    text = ""
-    while len(text) < length:
-        text += next(words) + " "
-    return text[:length]
-
-
 def letter(number: int) -> str:
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[number % 26]
 
@@ -107,19 +98,11 @@ async def chat(
     """So many turns; None: another API, and by turns streaming and not."""
     replies = []
     for turn in range(turns):
-        chosen = api or APIS[(ord(session.name[0]) + turn) % 4]
+        chosen = api or api_of(session.name, turn)
         streams = turn % 2 == 0 if stream is None else stream
         text = text_of(f"{session.name[0]}{turn}")
         replies.append(await session.ask(client, text, api=chosen, stream=streams, tokens=tokens))
     return replies
-
-
-def reuse(sessions: list[list[Reply]]) -> float:
-    """The share of the sessions' previous prompts that was not computed again."""
-    pairs = [pair for session in sessions for pair in itertools.pairwise(session)]
-    return sum(min(now.cached_tokens, last.prompt_tokens) for last, now in pairs) / sum(
-        last.prompt_tokens for last, _ in pairs
-    )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -145,7 +128,8 @@ async def test_returning_sessions_reuse_all_of_their_last_prompt(
                 else:
                     assert now.cached_tokens <= TEMPLATE_TOKENS
                     assert now.outcome is None
-        assert session_replies[0].outcome == ("cold" if name == "managed" else None)
+        first = {session_replies[0].outcome for session_replies in replies}
+        assert first <= ({"cold", "donor"} if name == "managed" else {None})  # other tests say the same words
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -165,7 +149,7 @@ async def test_sessions_at_once_whose_clients_leave(one_slot: House, client: htt
         session = Session(f"{letter(number)}-leaves", "managed")
         replies: list[Reply] = []
         for turn in range(5):
-            way, api = WAYS[(number + turn) % len(WAYS)], APIS[(number + turn // 2) % 4]
+            way, api = WAYS[(number + turn) % len(WAYS)], api_of(session.name, turn // 2)
             if turn and await leave(way, session, f"{letter(number)} leaves {turn}", api):
                 left.append(way)
             replies += await chat(client, session, 1, api, None)
@@ -220,7 +204,7 @@ async def test_next_session_starts_soon_after_a_client_left_in_mid_stream(
     print(f"{api}: the next session had its first token {seconds:.2f} s after a client left in mid-stream")
     assert seconds < 5
     reply = await leaving.ask(client, "Once more.", api=api)
-    assert reply.outcome in ("restored", "resident")
+    assert reply.outcome in ("restored", "resident", "donor")
     assert reply.cached_tokens >= count_tokens(leaving.prompt()) - 100
 
 
@@ -336,7 +320,7 @@ async def test_answers_are_those_of_a_server_without_a_cache(
         for turn in range(5):
             text = text_of(session.name[0], 150) if turn == 0 else f"Go on, {turn}."
             prompt = session.prompt(("user", text))
-            api, stream = APIS[(ord(session.name[0]) + turn) % 4], turn % 2 == 0
+            api, stream = api_of(session.name, turn), turn % 2 == 0
             replies.append(await session.ask(client, text, api=api, stream=stream, tokens=40))
             told[prompt] = replies[-1].text
         return replies

@@ -89,14 +89,15 @@ async def test_a_model_whose_restores_are_not_reused_is_told_once_and_left_alone
         replies, reuse, relay, marks, log = await talk(server, tmp_path)
     outcomes = [reply.outcome for reply in replies]
     print(f"outcomes: {outcomes}; reuse: {[round(part, 3) for part in reuse]}")
-    assert outcomes == ["cold"] * 2 + ["restored"] * 2 + ["cold"] * (2 * TURNS - 4)
+    # after the first useless restore slots are rewound before they are saved; that does not help this kind of model either
+    assert outcomes == ["cold"] * 2 + ["restored", "cold", "restored"] + ["cold"] * (2 * TURNS - 5)
     assert max(reuse) < 0.1
     assert log.count(WARNING) == 1
     assert "--swa-full" in next(line for line in log.splitlines() if WARNING in line)
     assert relay.count("restore") == 2
-    after = relay.kinds(since=marks[4])  # all that came after the second useless restore was answered
+    after = relay.kinds(since=marks[5])  # all that came after the second useless restore was answered
     assert not {"save", "restore"} & set(after)
-    assert after.count("request") == len(replies) - 4
+    assert after.count("request") == len(replies) - 5
 
 
 async def test_with_swa_full_its_restores_are_reused(tiny_models: Path, tmp_path: Path) -> None:

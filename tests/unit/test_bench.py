@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 from dataclasses import asdict, replace
 
@@ -11,7 +12,17 @@ import httpx
 import pytest
 import respx
 
-from slot_cache.cli.bench import QUICK, Bench, Plan, Report, describe_server, summarise_load
+from slot_cache.cli.bench import (
+    QUICK,
+    Bench,
+    Plan,
+    Report,
+    describe_server,
+    pinned_routes,
+    summarise_load,
+    summarise_shared,
+    summarise_slots,
+)
 from slot_cache.cli.bench_report import print_switch
 from slot_cache.cli.output import Output
 from slot_cache.lab.documents import TOKENS_PER_SENTENCE
@@ -24,6 +35,7 @@ from slot_cache.lab.measure import (
     measure_load,
     measure_overhead,
     measure_prefill,
+    measure_shared,
     measure_switch,
     tokens_per_sentence,
 )
@@ -31,11 +43,14 @@ from slot_cache.lab.stats import Sample, ratio, sample
 
 
 class FakeServer:
-    """One slot per route that holds one session's prompt; with `saves` it remembers all of them. A token is a word."""
+    """One slot per route that holds one session's prompt; with `saves` it remembers all of them. A token is a word.
+
+    A prompt reuses the longest beginning that it shares with one that is remembered. Routes `managed*` tell an outcome.
+    """
 
     def __init__(self, *, saves: bool) -> None:
         self.saves = saves
-        self.known: dict[str, dict[str, int]] = {}
+        self.known: dict[str, dict[str, list[str]]] = {}
         self.actions: list[str] = []
 
     def client(self) -> httpx.AsyncClient:
@@ -57,17 +72,29 @@ class FakeServer:
         return httpx.Response(200, json={tokens: 100, size: 2_000_000, "timings": {ms: 4.0}})
 
     def chat(self, body: dict, session: str) -> httpx.Response:
-        words = sum(len(message["content"].split()) for message in body["messages"])
+        words = [word for message in body["messages"] for word in message["content"].split()]
         slot = self.known.setdefault(body["model"], {})
-        cached = min(slot.get(session, 0), words - 1)
+        outcome = "resident" if session in slot else "donor" if slot else "cold"
+        cached = min(max((common(known, words) for known in slot.values()), default=0), len(words) - 1)
         if not self.saves:
             slot.clear()
         slot[session] = words
-        usage = {"prompt_tokens": words, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
+        headers = {"x-slot-cache": outcome} if body["model"].startswith("managed") else {}
+        usage = {
+            "prompt_tokens": len(words),
+            "completion_tokens": 1,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
         if body.get("stream"):
             chunk = {"choices": [{"delta": {"content": "word"}}], "usage": usage}
-            return httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
-        return httpx.Response(200, json={"choices": [{"message": {"content": "word"}}], "usage": usage})
+            return httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", headers=headers)
+        answer = {"choices": [{"message": {"content": "word"}}], "usage": usage}
+        return httpx.Response(200, json=answer, headers=headers)
+
+
+def common(one: list[str], other: list[str]) -> int:
+    """How many words two prompts begin with alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def quiet(text: str) -> None:
@@ -103,7 +130,7 @@ async def test_tokens_per_sentence_asks_the_server() -> None:
         assert await tokens_per_sentence(client) == TOKENS_PER_SENTENCE
 
 
-@pytest.mark.parametrize(("saves", "low", "high"), [(True, 0.9, 1.0), (False, 0.0, 0.0)])
+@pytest.mark.parametrize(("saves", "low", "high"), [(True, 0.9, 1.0), (False, 0.0, 0.01)])
 async def test_prefill_tells_whether_a_cache_came_back(saves: bool, low: float, high: float) -> None:
     async with FakeServer(saves=saves).client() as client:
         result = await measure_prefill(client, "managed", PROMPTS, [400, 800], 3, quiet)
@@ -155,13 +182,56 @@ async def test_load_with_and_without_saving() -> None:
     rows = []
     for saves in (True, False):
         async with FakeServer(saves=saves).client() as client:
-            rounds = [await measure_load(client, "managed", replace(PROMPTS, label=name), 3, 2, 200) for name in "ab"]
+            rounds = [await measure_load(client, ["managed"], replace(PROMPTS, label=name), 3, 2, 200) for name in "ab"]
             rows.append(load_row(f"saves: {saves}", rounds))
-    assert [row.reuse for row in rows] == [1.0, 0.0]
+    assert [row.reuse for row in rows] == pytest.approx([1.0, 0.0], abs=0.02)
+    assert rows[0].outcomes == {"cold": 1, "donor": 5, "resident": 6}
     assert rows[0].computed_tokens < rows[1].computed_tokens
     assert rows[0].ttft_ms.count == 6
     assert rows[0].wall_seconds.count == 2
     assert (rows[0].label, rows[0].sessions, rows[0].turns) == ("saves: True", 3, 2)
+
+
+async def test_sessions_have_the_routes_by_turns() -> None:
+    server = FakeServer(saves=False)
+    async with server.client() as client:
+        done = await measure_load(client, ["pinned-0", "pinned-1"], PROMPTS, 3, 2, 200)
+    assert {route: list(slot) for route, slot in server.known.items()} == {
+        "pinned-0": ["test-load-2"],
+        "pinned-1": ["test-load-1"],
+    }
+    row = load_row("pinned", [done])
+    assert row.outcomes == {}
+    assert row.reuse == pytest.approx(1 / 3, abs=0.02)  # the session that has a slot alone
+
+
+@pytest.mark.parametrize("saves", [True, False])
+async def test_new_sessions_with_a_common_system_prompt(saves: bool) -> None:
+    async with FakeServer(saves=saves).client() as client:
+        row = await measure_shared(client, client, "managed", PROMPTS, 3, 400, "some label")
+    assert row.label == "some label"
+    assert 250 < row.prefix_tokens < 450
+    assert row.ttft_ms.count == 3
+    assert row.first_ms > 0
+    assert row.outcomes == {"donor": 3}
+    assert row.reuse == pytest.approx(1.0 if saves else 0.0, abs=0.02)
+    assert row.least_reuse == pytest.approx(1.0 if saves else 0.0, abs=0.02)
+
+
+async def test_a_common_system_prompt_where_the_server_counts_no_tokens() -> None:
+    refusing = httpx.MockTransport(lambda request: httpx.Response(404))
+    async with (
+        FakeServer(saves=True).client() as proxy,
+        httpx.AsyncClient(transport=refusing, base_url="http://fake") as server,
+    ):
+        row = await measure_shared(proxy, server, "plain", PROMPTS, 1, 300, "some label")
+    assert row.prefix_tokens == 300
+    assert row.reuse <= 1.0
+    assert row.outcomes == {}
+
+
+def test_each_pinned_route_is_a_slot() -> None:
+    assert pinned_routes(3) == ("pinned-0", "pinned-1", "pinned-2")
 
 
 async def test_report_as_text_and_as_json() -> None:
@@ -173,8 +243,13 @@ async def test_report_as_text_and_as_json() -> None:
         report.prefill = await bench.prefill()
         report.switch = await bench.switch()
         report.overhead = await bench.overhead()
-        rounds = {label: [await bench.load("plain", label, label)] for label in ("without", "with")}
+        rounds = {label: [await bench.load(label, ["plain"], label)] for label in ("without", "with")}
         report.load = summarise_load(output, rounds)
+        kinds = {"pinned": pinned_routes(4), "with the plugin": ("managed",)}
+        several = {label: [await bench.more_than_slots(label, routes, label)] for label, routes in kinds.items()}
+        report.slots = summarise_slots(output, 4, several)
+        shared = {label: [await bench.shared(label, routes, label)] for label, routes in kinds.items()}
+        report.shared = summarise_shared(output, shared)
     text = stream.getvalue()
     for part in (
         "TTFT by prompt length ...",
@@ -182,12 +257,19 @@ async def test_report_as_text_and_as_json() -> None:
         "500",
         "median difference",
         "1.00 x",
-        "4 sessions at once",
+        "4 sessions at once, 3 turns each",
+        "6 sessions at once in 4 slots, 3 turns each",
+        "1 cold, 5 donor, 12 resident",
+        "New sessions with a common system prompt of",
+        "3 donor",
     ):
         assert part in text
     values = json.loads(json.dumps(asdict(report)))
     assert values["switch"]["rows"][0]["bytes"] == 2_000_000
     assert [row["label"] for row in values["load"]["rows"]] == ["without", "with"]
+    assert values["slots"]["slots"] == 4
+    assert [row["outcomes"] for row in values["slots"]["rows"]] == [{}, {"cold": 1, "donor": 5, "resident": 12}]
+    assert [row["reuse"] for row in values["shared"]["rows"]] == pytest.approx([1.0, 1.0], abs=0.02)
 
 
 def test_a_switch_that_brings_nothing_back_is_said() -> None:

@@ -257,8 +257,8 @@ def dear(key: str, seconds: float, size: int = 100, idle: float = 0.0, uses: int
     [
         pytest.param(dear("a", 36.0), 36.0 / 100 / 60, id="seconds per byte, used just now"),
         pytest.param(dear("a", 36.0, idle=FILE_RECENCY_SECONDS), 36.0 / 100 / 120, id="a minute later: half of it"),
-        pytest.param(dear("a", 36.0, uses=1), 2 * 36.0 / 100 / 60, id="wanted once: twice as much"),
-        pytest.param(dear("a", 36.0, uses=7), 4 * 36.0 / 100 / 60, id="wanted seven times: four times as much"),
+        pytest.param(dear("a", 36.0, uses=2), 2 * 36.0 / 100 / 60, id="wanted twice: twice as much"),
+        pytest.param(dear("a", 36.0, uses=14), 4 * 36.0 / 100 / 60, id="wanted fourteen times: four times as much"),
         pytest.param(dear("a", 36.0, size=200), 36.0 / 200 / 60, id="twice the bytes: half of it"),
         pytest.param(dear("a", 0, tokens=500), 500 / PREFILL_TOKENS_PER_SECOND / 100 / 60, id="by its tokens"),
         pytest.param(dear("a", 2.0, tokens=9999), 2.0 / 100 / 60, id="what was measured counts, not its tokens"),

@@ -513,7 +513,7 @@ def _fill_and_damage(index: SqliteIndex, path: Path) -> None:
     helper.close()
     writer = sqlite3.connect(path)  # makes the open connection read the file again
     writer.execute("DELETE FROM slots")
-    writer.execute("INSERT INTO slots SELECT 's', 1, '', '', '', '', 1, 1, 1, 1, 1, '', '', '', NULL")
+    writer.execute("INSERT INTO slots SELECT 's', 1, '', '', '', '', 1, 1, 1, 1, 1, '', '', '', NULL, 0")
     writer.commit()
     writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     writer.close()

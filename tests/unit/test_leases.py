@@ -63,7 +63,7 @@ class Counter:
         await turns_of_the_loop()
         return task
 
-    def ended(self, lease: Lease, ending: Ending) -> None:
+    def ended(self, lease: Lease, ending: Ending, conversation: object) -> None:
         slot = lease.place
         if slot.lease is lease:
             slot.lease = None

@@ -81,7 +81,7 @@ def test_tools_come_before_all_else() -> None:
 
 def test_a_text_completion_is_one_message() -> None:
     (span,) = fingerprint({"prompt": "x" * 300}).spans
-    assert (span.role, span.chars, span.blocks) == ("prompt", 300, 2)
+    assert (span.role, span.chars, span.blocks) == ("prompt", 300, 10)
     assert fingerprint({"prompt": [1, 2, 3]}) != fingerprint({"prompt": [1, 2, 4]})
 
 

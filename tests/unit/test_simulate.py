@@ -255,12 +255,12 @@ def test_cost_keeps_the_dear_context_in_its_slot_where_lru_does_not() -> None:
 
 
 def test_cost_keeps_the_file_that_is_wanted_again_and_again_where_lru_does_not() -> None:
-    often = [asks(100 * number, *((1, 2, 3) if number % 2 else (5, 6, 7))) for number in range(8)]
-    burst = [asks(800 + 100 * number, 1000 + number) for number in range(3)]
-    requests = [*often, *burst, asks(1100, 1, 2, 3), asks(1200, 5, 6, 7)]
+    often = [asks(50 * number, *((1, 2, 3) if number % 2 else (5, 6, 7))) for number in range(16)]
+    burst = [asks(800 + 20 * number, 1000 + number) for number in range(3)]
+    requests = [*often, *burst, asks(880, 1, 2, 3), asks(900, 5, 6, 7)]
     world = replace(ONE, max_files=3)
-    assert simulate(requests, world, "lru").outcomes[RESTORED] == 7
-    assert simulate(requests, world, "cost").outcomes[RESTORED] == 8
+    assert simulate(requests, world, "lru").outcomes[RESTORED] == 15
+    assert simulate(requests, world, "cost").outcomes[RESTORED] == 16
 
 
 @pytest.mark.parametrize("gib", [20, 50])

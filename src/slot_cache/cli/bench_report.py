@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from slot_cache.cli.numbers import milliseconds, share, span, times
 from slot_cache.cli.output import Column, Output, Table
-from slot_cache.lab.measure import LoadResult, OverheadResult, PrefillResult, SwitchResult
+from slot_cache.lab.measure import (
+    LoadResult,
+    LoadRow,
+    OverheadResult,
+    PrefillResult,
+    SharedResult,
+    SlotsResult,
+    SwitchResult,
+)
 
 
 def print_prefill(output: Output, result: PrefillResult) -> None:
@@ -77,18 +87,60 @@ def print_overhead(output: Output, result: OverheadResult) -> None:
 def print_load(output: Output, result: LoadResult) -> None:
     first = result.rows[0]
     _title(output, f"{first.sessions} sessions at once, {first.turns} turns each (medians)")
-    titles = ("n", "reuse", "tokens computed", "TTFT", "wall time", "of the first")
-    table = Table(output, [Column("", 31, right=False), *(Column(title, 9) for title in titles)])
+    table = _comparison(output, *_LOAD_TITLES, "of the first")
+    for row in result.rows:
+        quotient = times(row.wall_seconds.median, first.wall_seconds.median, digits=2)
+        table.row(row.label, *_load_cells(row), quotient)
+
+
+def print_slots(output: Output, result: SlotsResult) -> None:
+    first = result.rows[0]
+    _title(output, f"{first.sessions} sessions at once in {result.slots} slots, {first.turns} turns each (medians)")
+    table = _comparison(output, *_LOAD_TITLES, outcomes=True)
+    for row in result.rows:
+        table.row(row.label, *_load_cells(row), _outcomes(row.outcomes))
+
+
+def print_shared(output: Output, result: SharedResult) -> None:
+    first = result.rows[0]
+    _title(
+        output,
+        f"New sessions with a common system prompt of {first.prefix_tokens:,} tokens, others in between (medians)",
+    )
+    table = _comparison(output, "n", "reused of it", "least", "TTFT, first", "TTFT, new", outcomes=True)
     for row in result.rows:
         table.row(
             row.label,
-            str(row.wall_seconds.count),
+            str(row.ttft_ms.count),
             share(row.reuse),
-            f"{row.computed_tokens:,.0f}",
+            share(row.least_reuse),
+            milliseconds(row.first_ms),
             milliseconds(row.ttft_ms.median),
-            f"{row.wall_seconds.median:.1f} s",
-            times(row.wall_seconds.median, first.wall_seconds.median, digits=2),
+            _outcomes(row.outcomes),
         )
+
+
+_LOAD_TITLES = ("n", "reuse", "tokens computed", "TTFT", "wall time")
+
+
+def _load_cells(row: LoadRow) -> tuple[str, ...]:
+    return (
+        str(row.wall_seconds.count),
+        share(row.reuse),
+        f"{row.computed_tokens:,.0f}",
+        milliseconds(row.ttft_ms.median),
+        f"{row.wall_seconds.median:.1f} s",
+    )
+
+
+def _comparison(output: Output, *titles: str, outcomes: bool = False) -> Table:
+    """A table whose rows have names, and perhaps the outcomes in the last column."""
+    last = [Column("outcomes", right=False)] if outcomes else []
+    return Table(output, [Column("", 31, right=False), *(Column(title, 9) for title in titles), *last])
+
+
+def _outcomes(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "-"
 
 
 def _title(output: Output, text: str) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -32,20 +33,25 @@ class Prompts:
     label: str
     tokens_per_sentence: float = TOKENS_PER_SENTENCE
 
+    def text(self, name: str, tokens: int) -> str:
+        """A text of about `tokens` tokens."""
+        return document(f"{self.label}-{name}", sentences=max(1, round(tokens / self.tokens_per_sentence)))
+
     def conversation(self, name: str, route: str, tokens: int) -> Conversation:
         """A new session whose system prompt is a text of its own of about `tokens` tokens."""
-        sentences = max(1, round(tokens / self.tokens_per_sentence))
-        session = f"{self.label}-{name}"
-        return Conversation(session, document(session, sentences=sentences), route)
+        return Conversation(f"{self.label}-{name}", self.text(name, tokens), route)
 
 
 async def tokens_per_sentence(server: httpx.AsyncClient) -> float:
     """How many tokens of this server's model a sentence of our texts has."""
     sentences = 50
-    response = await server.post("/tokenize", json={"content": document("calibration", sentences=sentences)})
-    if response.status_code != 200:
-        return TOKENS_PER_SENTENCE
-    return len(response.json()["tokens"]) / sentences
+    counted = await _count_tokens(server, document("calibration", sentences=sentences))
+    return TOKENS_PER_SENTENCE if counted is None else counted / sentences
+
+
+async def _count_tokens(server: httpx.AsyncClient, text: str) -> int | None:
+    response = await server.post("/tokenize", json={"content": text})
+    return len(response.json()["tokens"]) if response.status_code == 200 else None
 
 
 @dataclass(frozen=True)
@@ -227,6 +233,7 @@ class LoadRow:
     reuse             share of the sessions' previous prompts that was not computed again, all rounds together
     computed_tokens   of a round (median)
     ttft_ms           of the returning turns
+    outcomes          how many requests had which, all rounds together; none without the plugin
     """
 
     label: str
@@ -236,22 +243,32 @@ class LoadRow:
     computed_tokens: float
     ttft_ms: Sample
     wall_seconds: Sample
+    outcomes: dict[str, int]
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Reuse under concurrent sessions, the same prompts in each row."""
+    """Reuse under concurrent sessions, prompts of the same lengths in each row."""
 
     rows: list[LoadRow]
 
 
+@dataclass(frozen=True)
+class SlotsResult:
+    """Reuse under more concurrent sessions than there are slots."""
+
+    slots: int
+    rows: list[LoadRow]
+
+
 async def measure_load(
-    proxy: httpx.AsyncClient, route: str, prompts: Prompts, sessions: int, turns: int, tokens: int
+    proxy: httpx.AsyncClient, routes: Sequence[str], prompts: Prompts, sessions: int, turns: int, tokens: int
 ) -> LoadRound:
-    """`sessions` conversations at once, each of `turns` turns, one request of each in flight all the time."""
+    """`sessions` conversations at once, each of `turns` turns, one request of each in flight all the time. The conversations
+    have the routes by turns."""
 
     async def one(number: int) -> list[Turn]:
-        conversation = prompts.conversation(f"load-{number}", route, tokens)
+        conversation = prompts.conversation(f"load-{number}", routes[number % len(routes)], tokens)
         return [await conversation.turn(proxy, f"Question {turn + 1}. {QUESTION}", 16) for turn in range(turns)]
 
     started = time.perf_counter()
@@ -271,7 +288,64 @@ def load_row(label: str, rounds: Sequence[LoadRound]) -> LoadRow:
         computed_tokens=sample(computed).median,
         ttft_ms=_ttft_ms([turn for session in sessions for turn in session[1:]]),
         wall_seconds=sample(one.wall_seconds for one in rounds),
+        outcomes=_outcomes(turn for session in sessions for turn in session),
     )
+
+
+@dataclass(frozen=True)
+class SharedRow:
+    """New sessions that have their system prompt in common with one that was there before.
+
+    prefix_tokens     of the system prompt
+    reuse             share of it that a new session did not compute (median)
+    least_reuse       the same of the session that reused least
+    first_ms          TTFT of the session that was there before, which computed all of it
+    ttft_ms           of the new sessions' first turns
+    outcomes          how many of these had which; none without the plugin
+    """
+
+    label: str
+    prefix_tokens: int
+    reuse: float
+    least_reuse: float
+    first_ms: float
+    ttft_ms: Sample
+    outcomes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class SharedResult:
+    """What new sessions reuse of a system prompt that another one has computed."""
+
+    rows: list[SharedRow]
+
+
+async def measure_shared(
+    proxy: httpx.AsyncClient,
+    server: httpx.AsyncClient,
+    route: str,
+    prompts: Prompts,
+    sessions: int,
+    tokens: int,
+    label: str,
+) -> SharedRow:
+    """One session computes a system prompt of about `tokens` tokens. Then `sessions` new ones, one after the other, ask their
+    first question under the same system prompt, each after a session with a text of its own was served."""
+    system = prompts.text("shared", tokens)
+    prefix = await _count_tokens(server, system) or tokens
+
+    async def first_turn(name: str) -> Turn:
+        session = f"{prompts.label}-{name}"
+        return await Conversation(session, system, route).turn(proxy, f"{name} asks: {QUESTION}", 4)
+
+    first = await first_turn("first")
+    new: list[Turn] = []
+    for number in range(sessions):
+        await prompts.conversation(f"between-{number}", route, 150).turn(proxy, QUESTION, 4)
+        new.append(await first_turn(f"{number}-new"))
+    reused = sample(min(turn.cached_tokens / prefix, 1.0) for turn in new)
+    first_ms = first.ttft_seconds * 1000
+    return SharedRow(label, prefix, reused.median, reused.low, first_ms, _ttft_ms(new), _outcomes(new))
 
 
 @dataclass(frozen=True)
@@ -301,3 +375,7 @@ def _total_ms(turns: Sequence[Turn]) -> Sample:
 
 def _reuse(turns: Sequence[Turn]) -> float:
     return sample(turn.cached_tokens / turn.prompt_tokens for turn in turns).median
+
+
+def _outcomes(turns: Iterable[Turn]) -> dict[str, int]:
+    return dict(sorted(Counter(turn.outcome for turn in turns if turn.outcome is not None).items()))
