@@ -219,9 +219,17 @@ async def test_why_a_prompt_was_computed_again(
     assert note.again == pytest.approx(lost, abs=100)
     assert note.seconds is not None
     assert main(["why", "to be edited", "--state-dir", str(one_slot.state)]) == 0
-    assert note.why in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert note.why in told
+    print(told)
     log = one_slot.proxy.log_path.read_text()
     assert f"computed again: {note.why}" in log
+
+
+async def test_the_fields_are_told_with_the_proxy_s_own_api(client: httpx.AsyncClient) -> None:
+    told = (await client.get("/openapi.json")).json()
+    assert "/slot-cache/status" in told["paths"]
+    assert told["components"]["schemas"]["SlotStatus"]["properties"]["score"]["description"]
 
 
 async def test_metrics_where_litellm_has_none(client: httpx.AsyncClient) -> None:
