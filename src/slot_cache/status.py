@@ -45,7 +45,8 @@ class SlotStatus(_Model):
     id: int = Field(description="the slot's number")
     state: SlotState = Field(
         description="switch: a request of this worker has it, and its cache is being put there (or saved); prefill: its "
-        "request was sent and nothing of the answer has come yet (of an answer that is not streamed, until it is there); "
+        "request was sent and nothing of the answer has come yet (of an answer that is not streamed: until it is there, or a "
+        "look at the server for another request has shown that it comes); "
         "decode: the answer is coming; busy: somebody else's request was seen in it at the last look; idle: it holds a "
         "cache and no request of this worker has it; empty: it was seen to hold nothing; unknown: not looked at yet"
     )
@@ -179,7 +180,9 @@ class TotalsStatus(_Model):
     tokens_reused: int = Field(description="tokens of prompts that servers had already")
     tokens_computed: int = Field(description="tokens of prompts that they computed")
     wait_seconds: float = Field(description="what requests waited for slots and switches, added up")
-    prefill_seconds_saved: float = Field(description="prefill that restored caches have spared")
+    prefill_seconds_saved: float = Field(
+        description="prefill that restored caches have spared; less than 0: switches took longer"
+    )
     prefill_seconds_saved_by: str = Field(description="how that is estimated, in words")
     saves: int
     restores: int
@@ -350,7 +353,9 @@ def _slot(
 
 def _state(slot: Slot | None, lease: Lease | None, key: str | None) -> SlotState:
     if lease is not None:
-        return "switch" if lease.sent_at is None else "decode" if lease.answering else "prefill"
+        if lease.sent_at is None:
+            return "switch"
+        return "decode" if lease.answering or _seen_generating(slot, lease) else "prefill"
     if slot is not None and slot.strangers:
         return "busy"
     if key is not None:
@@ -358,6 +363,14 @@ def _state(slot: Slot | None, lease: Lease | None, key: str | None) -> SlotState
     if slot is None or slot.reading is None:
         return "unknown"
     return "empty" if slot.reading.tokens == 0 or slot.reading.task is None else "idle"
+
+
+def _seen_generating(slot: Slot | None, lease: Lease) -> bool:
+    """Whether the last look, made for another request, has shown that the answer comes."""
+    reading = slot.reading if slot is not None else None
+    if reading is None or lease.reading is None or reading.task == lease.reading.task:
+        return False
+    return reading.processing and reading.remaining is not None
 
 
 def _waiting(lease: Lease, seconds: float) -> WaitingStatus:

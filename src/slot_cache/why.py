@@ -170,7 +170,7 @@ def _change(last: Prompt, now: Prompt, message: int, *, same: bool) -> str | Non
     shorter = len(now.spans) < len(last.spans)
     if shorter and (not same or len(last.spans) - len(now.spans) >= 2):
         return "compacted"
-    return "edited" if same or tail else "compacted"
+    return "edited" if same or tail else None
 
 
 def _common_end(last: Prompt, now: Prompt) -> int:

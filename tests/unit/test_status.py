@@ -17,14 +17,18 @@ import respx
 from fastapi import FastAPI, HTTPException
 from starlette.requests import Request
 from test_hook import BASE, RESPONSES, Road, usage, usage_of
+from test_router import real_road
 
 from fake_llama_server import FakeLlamaServer
 from slot_cache import endpoints, metrics
 from slot_cache.endpoints import add_to, mount, stream
 from slot_cache.events import MOST_LISTENERS, Event, Events, Listener
 from slot_cache.hook import TOKEN, SlotCacheHook
+from slot_cache.prompt import fingerprint
 from slot_cache.shown_text import SHOWN_CHARS, tail, text_of
+from slot_cache.state import SlotReading
 from slot_cache.status import SLOT_STATES, SlotStatus, Status
+from slot_cache.why import Said
 
 SECRET = "zanzibar"
 
@@ -154,6 +158,45 @@ async def test_the_cheapest_of_two_idle_caches_goes_next(road: Road) -> None:
     assert [slot.state for slot in slots] == ["idle", "idle"]
     lowest = min(slots, key=lambda slot: slot.score)
     assert [slot.next_to_go for slot in slots] == [slot is lowest for slot in slots]
+
+
+@pytest.mark.parametrize(
+    ("before", "reading", "state"),
+    [
+        (None, None, "prefill"),
+        (SlotReading(0, False, 4, 30), SlotReading(0, False, 4, 30), "prefill"),
+        (SlotReading(0, False, 4, 30), SlotReading(0, True, 5, 30), "prefill"),
+        (SlotReading(0, False, 4, 30), SlotReading(0, True, 5, 30, 100), "decode"),
+        (SlotReading(0, False, 4, 30), SlotReading(0, True, 4, 30, 100), "prefill"),
+    ],
+)
+async def test_a_look_made_for_others_tells_that_an_answer_comes(
+    road: Road, before: SlotReading | None, reading: SlotReading | None, state: str
+) -> None:
+    kwargs = road.kwargs("a")
+    await road.pre(kwargs)
+    slot = road.switcher.slots[0]
+    assert slot.lease is not None
+    slot.reading, slot.lease.reading = reading, before
+    assert (await only_slot(road.hook)).state == state
+
+
+async def test_a_router_s_models_are_told(tmp_path: Path) -> None:
+    async with real_road(tmp_path, limit=1) as (road, router):
+        events = road.hook.tally.events.listen()
+        assert events is not None
+        for model in ("alpha", "beta"):
+            await road.chat(router, model)
+        status = await road.hook.status()
+        kinds = [event.kind for event in (await events.next(1.0))[0]]
+    (told,) = status.routers
+    assert (told.server, told.kind, told.limit, told.loaded) == (road.base_url, "router", 1, ["beta"])
+    assert [(server.server, server.model) for server in status.servers] == [
+        (road.base_url, "alpha"),
+        (road.base_url, "beta"),
+    ]
+    assert [route.route for route in status.routes] == ["alpha", "beta"]
+    assert [kind for kind in kinds if kind in ("load", "save", "unload")] == ["load", "save", "unload", "load"]
 
 
 def test_every_field_of_the_status_is_told_in_words() -> None:
@@ -462,17 +505,24 @@ def test_a_piece_without_text(piece: Any) -> None:
 # what it costs
 
 
-async def test_looking_costs_a_request_little(road: Road) -> None:
+@pytest.mark.parametrize("finding", [False, True], ids=["nothing to explain", "with a reason"])
+async def test_looking_costs_a_request_little(road: Road, monkeypatch: pytest.MonkeyPatch, finding: bool) -> None:
     """All that a request pays for status, events, metrics and the question why: its part in the hook, without the request."""
     await road.chat("a")
     kwargs = road.kwargs("a")
     await road.pre(kwargs)
     turn = road.hook._turns[kwargs["metadata"][TOKEN]]
-    turn.usage = (0, 27)
-    await road.succeeds(kwargs, response=usage(27, 0))
+    if finding:
+        turn.last, turn.same = (
+            Said(fingerprint({"messages": [{"role": "user", "content": "x" * 100_000}] * 20}), 500),
+            True,
+        )
+    await road.succeeds(kwargs, response=usage(2700, 0))
+    assert (len(road.hook.tally.recomputed) == 1) is finding
     hook, switcher = road.hook, road.switcher
     listener = hook.tally.events.listen()
     assert listener is not None
+    monkeypatch.setattr(hook, "_start", lambda work: work.close())  # it is written down in another thread
     hook._stored_at = float("inf")
 
     def once() -> None:

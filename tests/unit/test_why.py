@@ -68,6 +68,9 @@ CASES = {
     "a title of the same session": Case(
         BASE, fingerprint({"messages": [{"role": "user", "content": words("title", 3000)}]}), None, same=False
     ),
+    "a longer conversation with the same system prompt": Case(
+        BASE, prompt(talk("s", "t", "u", "v", "w", "x", length=300)), None, same=False, outcome=Outcome.COLD
+    ),
     "a new conversation with the same beginning": Case(
         prompt(talk("one")[:1]), prompt(talk("other")), None, same=False, outcome=Outcome.COLD, reused=0.0
     ),
