@@ -226,6 +226,28 @@ async def test_why_a_prompt_was_computed_again(
     assert f"computed again: {note.why}" in log
 
 
+async def test_a_server_that_was_started_again_is_the_reason(
+    one_slot: House, client: httpx.AsyncClient, talker: Path
+) -> None:
+    session = Session("of two servers", "managed")
+    await session.ask(client, "before the restart " * 40)
+    first = one_slot.relay.target
+    with house.server(talker, one_slot.proxy.folder) as other:
+        one_slot.relay.target = other.base_url
+        try:
+            reply = await session.ask(client, "and after it")
+            for _ in range(50):
+                note = (await status_of(client)).recomputed[0]
+                if note.computed == reply.prompt_tokens - reply.cached_tokens:
+                    break
+                await asyncio.sleep(0.1)
+        finally:
+            one_slot.relay.target = first
+    print(note.why)
+    assert (note.cause, note.message) == ("restarted", None)
+    assert note.again == pytest.approx(len("before the restart ") * 40, abs=60)
+
+
 async def test_the_fields_are_told_with_the_proxy_s_own_api(client: httpx.AsyncClient) -> None:
     told = (await client.get("/openapi.json")).json()
     assert "/slot-cache/status" in told["paths"]
