@@ -421,6 +421,8 @@ class _Work:
             if not found:
                 break
             text = _without(text, found)
+            if len(found) >= MOST_MATCHES:
+                break
         found = _found(text, [rule for rule in rules if rule.do == "freeze"])
         return self._frozen(text, found, where) if found else text
 

@@ -166,7 +166,12 @@ class Finder:
             track.early, track.messages = early, sketches
             tracks.remove(track)
             tracks.insert(0, track)
-            places = tuple(_note(track, change, texts, prompt) for change in changes)
+            goes_on = any(span.role == "assistant" for span in prompt.spans)
+            places = tuple(
+                _note(track, change, texts, prompt)
+                for change in changes
+                if goes_on or texts[change.message].role != "user"  # another question is another conversation
+            )
             return Seen(places, track)
 
     def charge(self, seen: Seen, tokens: int, computed: int, seconds: float) -> list[Place]:
@@ -274,17 +279,24 @@ def _again(blocks: array[int], old_at: int, text: str, new_at: int) -> tuple[int
     where: dict[int, list[int]] = {}
     for number in range(old_at, min(old_at + WINDOW // BLOCK, len(blocks))):
         where.setdefault(blocks[number], []).append(number)
+    best: tuple[int, int] | None = None
+    least = WINDOW  # the nearest in both: texts repeat themselves, and not only here
     for start in range(new_at, min(new_at + WINDOW, len(text))):
+        if start - new_at >= least:
+            break
         for number in where.get(hash(text[start : start + BLOCK]), ()):
-            if all(
-                hash(text[start + more * BLOCK : start + (more + 1) * BLOCK]) == blocks[number + more]
-                for more in range(1, _SURE + 1)
-                if number + more < len(blocks)
-            ):
-                sure = min(len(blocks) - number, _SURE + 1)
-                if start + (sure - 1) * BLOCK < len(text):
-                    return number, start
-    return None
+            far = max(start - new_at, (number - old_at) * BLOCK)
+            if far < least and _goes_on(blocks, number, text, start):
+                best, least = (number, start), far
+    return best
+
+
+def _goes_on(blocks: array[int], number: int, text: str, start: int) -> bool:
+    """Whether a text is that of the blocks from a place on, for as long as is enough to be sure."""
+    sure = range(1, min(_SURE + 1, len(blocks) - number))
+    return start + len(sure) * BLOCK < len(text) and all(
+        hash(text[start + more * BLOCK : start + (more + 1) * BLOCK]) == blocks[number + more] for more in sure
+    )
 
 
 def _note(track: _Track, change: _Change, texts: Sequence[_Text], prompt: Prompt) -> Place:
