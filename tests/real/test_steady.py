@@ -92,6 +92,7 @@ async def test_claude_code(steady: House, client: httpx.AsyncClient) -> None:
     assert len(requests) == 22
     assert not any(b"x-anthropic-billing-header" in call.data for call in requests)
     assert sum(b"You are Claude Code." in call.data for call in requests) == 22
+    assert sum(b"Reads a file and gives back its lines" in call.data for call in requests) == 20
 
     without = await two_sessions(client, "off", 4)
     shares = [share for session in without for share in reuse(session)]
@@ -106,7 +107,7 @@ WORDS = "Be kind and brief, and think before you say something. " * 60
 def front(api: Api, session: Session, turn: int) -> tuple[str, dict[str, Any]]:
     """A clock at the front of the system prompt, where an API has it."""
     time = f"2026-11-30 18:{turn + 10}:{turn * 7 % 60:02}"
-    system = f"You are an assistant. Current time: {time}\n{WORDS}"
+    system = f"You are {session.name}. Current time: {time}\n{WORDS}"  # no other session has a beginning to give
     if api == "messages":
         return time, {"system": system}
     if api == "responses":
