@@ -13,6 +13,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -287,6 +288,30 @@ CLAUDE_CODE_TOOLS: list[dict[str, Any]] = [
 ]
 
 
+RECORDED = Path(__file__).parent / "fixtures" / "clients"
+"""Requests in the shapes of programs, written for the tests: path, headers and body, in the order in which they are sent."""
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """The requests of a program: the first of a conversation, one beside it where it sends such, and the second."""
+    loaded: list[dict[str, Any]] = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+async def send(client: httpx.AsyncClient, request: Mapping[str, Any]) -> Reply:
+    """Send a recorded request and read the whole answer."""
+    path = str(request["path"])
+    api: Api = next(api for api in APIS if path.partition("?")[0] == PATHS[api])
+    limit = "max_output_tokens" if api == "responses" else "max_tokens"  # the tests' models find no end
+    body = {**request["body"], limit: FEWEST_TOKENS}
+    if body["stream"]:
+        return await _streamed(client, api, body, request["headers"], None, path)
+    response = await client.post(path, json=body, headers=request["headers"])
+    if response.status_code != 200:
+        raise RequestFailed(response.status_code, response.text)
+    return _whole(api, response)
+
+
 def _item(role: str, text: str) -> dict[str, Any]:
     kind = "output_text" if role == "assistant" else "input_text"
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
@@ -311,10 +336,12 @@ async def _streamed(
     body: dict[str, Any],
     headers: Mapping[str, str],
     extensions: dict[str, Any] | None,
+    path: str = "",
 ) -> Reply:
+    path = path or PATHS[api]
     usage: dict[str, Any] = {}
     parts: list[str] = []
-    async with client.stream("POST", PATHS[api], json=body, headers=dict(headers), extensions=extensions) as response:
+    async with client.stream("POST", path, json=body, headers=dict(headers), extensions=extensions) as response:
         if response.status_code != 200:
             await response.aread()
             raise RequestFailed(response.status_code, response.text)

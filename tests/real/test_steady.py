@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+import yaml
 
 import house
-from clients import APIS, Api, ClaudeCode, Reply, Session
+from clients import APIS, Api, ClaudeCode, Reply, Session, recorded, send
 from relay import Call, Relay
 from slot_cache.lab.chat import open_client
 from slot_cache.lab.configs import route
@@ -25,6 +26,7 @@ from slot_cache.steady import READY
 pytestmark = pytest.mark.real
 
 FREEZE = {"name": "times", "do": "freeze", "for": "1h"}
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "claude-code" / "config.yaml"
 RULES: dict[str, Any] = {
     "default": True,
     "off": {"claude_code": False},
@@ -55,6 +57,10 @@ def steady(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
             routes.append(route(name, relay.base_url, slot_cache=options))
         for entry in routes:
             entry["litellm_params"]["model"] = "openai/talker"
+        (local,) = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))["model_list"]
+        local["litellm_params"]["api_base"] = f"{relay.base_url}/v1"
+        local["model_info"]["slot_cache"]["save_path"] = str(folder / "saved")
+        routes.append(local)
         with house.proxy(folder, *routes) as proxy:
             yield House(relay, proxy)
 
@@ -99,6 +105,33 @@ async def test_claude_code(steady: House, client: httpx.AsyncClient) -> None:
     print(f"without the rule: {min(shares):.3f} to {max(shares):.3f}")
     assert max(shares) < 0.2
     assert {reply.steadied for session in without for reply in session} == {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "route_", "steadied"),
+    [
+        ("claude-code", "local", ["claude_code", "claude_code", "claude_code,git_status"]),
+        ("codex", "local", [None, None]),
+        ("opencode", "local", [None, None, None]),
+        ("open-webui", "move", ["times", None, "times"]),
+    ],
+)
+async def test_recorded_requests_of_clients(
+    steady: House, client: httpx.AsyncClient, name: str, route_: str, steadied: list[str | None]
+) -> None:
+    """Through examples/claude-code/config.yaml, Open WebUI's through a route with the rule that README names for it."""
+    first = len(steady.relay.calls)
+    replies = []
+    for request in recorded(name):
+        request["body"]["model"] = route_
+        replies.append(await send(client, request))
+    reused = replies[-1].cached_tokens / replies[0].prompt_tokens
+    print(f"{name}: {[reply.outcome for reply in replies]}, the second request reuses {reused:.3f} of the first")
+    assert len(steady.requests(first)) == len(replies)
+    assert not any(b"x-anthropic-billing-header" in call.data for call in steady.requests(first))
+    assert replies[-1].outcome == ("restored" if len(replies) == 3 else "resident")
+    assert reused >= 0.95
+    assert [reply.steadied for reply in replies] == steadied
 
 
 WORDS = "Be kind and brief, and think before you say something. " * 60
