@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from litellm.integrations.custom_logger import CustomLogger
 
 from slot_cache import report
+from slot_cache.findings import Finding, write_finding
 from slot_cache.folder import CacheFolder
 from slot_cache.index import Index, IndexThread, MemoryIndex, SqliteIndex, open_index
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, same_server_key, shown_url
@@ -31,7 +32,7 @@ from slot_cache.settings import Settings, SettingsError, asks_for_it, read_setti
 from slot_cache.state import Ending, Outcome, Want
 from slot_cache.steady import FrozenTexts, steadied
 from slot_cache.switcher import Lease, SlotSwitcher
-from slot_cache.unsteady import Finder, Seen
+from slot_cache.unsteady import TIMES, Finder, Seen
 
 MANAGED_CALLS = frozenset({"acompletion", "atext_completion", "anthropic_messages", "aresponses"})
 
@@ -422,10 +423,24 @@ class SlotCacheHook(CustomLogger):
         rate = turn.switcher.actions.prefill_rate if turn.switcher is not None else 0.0
         seconds = turn.prefill_seconds or (computed / rate if rate else 0.0)
         for place in self._finder.charge(seen, reused + computed, computed, seconds):
-            self.counts["unsteady"] += 1
-            tag = turn.request.tag
-            kind = ("unsteady", tag, place.role, str(place.start // 256), place.rule)
-            self._once.warn(kind, "route %s: a conversation's %s", report.shown(turn.request.route), place.tell())
+            route, key = turn.request.route, turn.request.key
+            if place.times == TIMES:
+                self.counts["unsteady"] += 1
+                kind = ("unsteady", turn.request.tag, place.role, str(place.start // 256), place.rule)
+                self._once.warn(kind, "route %s: a conversation's %s", report.shown(route), place.tell())
+            if self._index is not None and isinstance(self._index.index, SqliteIndex):
+                folder = self._index.index.path.parent
+                self._write(folder, Finding.of(place, route, key, time.time()))
+
+    def _write(self, folder: Path, finding: Finding) -> None:
+        def write() -> None:
+            try:
+                write_finding(folder, finding)
+            except Exception as error:
+                self._once.bug("what was found is not kept", error)
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.run_in_executor(None, write)
 
     def _forget(self, turn: _Turn) -> None:
         if turn.reported and not turn.holds:

@@ -59,7 +59,7 @@ class Place:
         behind: the part of the prompt that stands behind it, from 0 to 1.
         tokens: about how many tokens behind it were computed again, so far as known.
         seconds: how long that took, so far as known.
-        told: it has been told.
+        due: it is told when it has differed so many times, and again when twice as many.
     """
 
     message: int
@@ -73,7 +73,7 @@ class Place:
     behind: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
-    told: bool = False
+    due: int = TIMES
 
     def tell(self) -> str:
         """It in words."""
@@ -177,7 +177,7 @@ class Finder:
     def charge(self, seen: Seen, tokens: int, computed: int, seconds: float) -> list[Place]:
         """Note what a request has cost when its answer is there: its tokens, how many were computed, and for how long.
 
-        Returns the places that are now to be told, each once.
+        Returns the places that are now to be told: at the third time, and whenever that has doubled, for who keeps count.
         """
         with self._lock:
             last, seen.track.tokens = seen.track.tokens, tokens or seen.track.tokens
@@ -188,9 +188,9 @@ class Finder:
             if again > 0:
                 first.tokens += again
                 first.seconds += seconds * again / computed
-            due = [place for place in seen.places if place.times >= TIMES and not place.told]
+            due = [place for place in seen.places if place.times >= place.due]
             for place in due:
-                place.told = True
+                place.due *= 2
             return due
 
 

@@ -21,6 +21,7 @@ from slot_cache import hook as hook_module
 from slot_cache import index as index_module
 from slot_cache import report, slot_actions
 from slot_cache import switcher as switcher_module
+from slot_cache.findings import read_findings
 from slot_cache.hook import MANAGED_CALLS, TOKEN, SlotCacheHook
 from slot_cache.state import Outcome
 from slot_cache.switcher import SlotSwitcher
@@ -1267,6 +1268,14 @@ async def test_a_place_that_changes_again_and_again_is_told_once(road: Road, sai
     assert "steady: {rules: [times]}" in line
     assert not any(word in line for word in WORDS.split())
     assert road.hook.counts == {"unsteady": 1}
+    folder = Path(road.options["state_dir"])
+    for _ in range(100):
+        if read_findings(folder):
+            break
+        await asyncio.sleep(0.01)
+    (found,) = read_findings(folder)
+    assert (found.route, found.role, found.shape, found.times) == ("smol", "system", "a time", 3)
+    assert not any(word in (folder / "unsteady.json").read_text() for word in WORDS.split())
 
 
 async def test_what_a_rule_holds_still_is_not_told(road: Road, said: Callable[[], list[str]]) -> None:
