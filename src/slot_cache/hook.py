@@ -140,7 +140,7 @@ class SlotCacheHook(CustomLogger):
             turn = self._turn_of(kwargs)  # a fallback to a route that is not ours
             if turn is not None and not _is_nested(turn, name):
                 self._end(turn, Ending.BROKEN)
-                turn.outcome, turn.why = Outcome.UNMANAGED, "another route answered"
+                turn.outcome, turn.why, turn.steadied = Outcome.UNMANAGED, "another route answered", ()
             return None
         sent = _Sent(kwargs)
         try:

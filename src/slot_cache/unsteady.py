@@ -17,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from slot_cache.prompt import Prompt, pieces_of
@@ -35,7 +36,8 @@ WINDOW = 2048
 TIMES = 3
 """A place is told of when it has differed from the request before so many times."""
 
-_SESSIONS = 1000
+_SESSIONS = 2000
+_BLOCKS = 2_000_000
 _TRACKS = 4
 _PLACES = 16
 _NEAR = 64
@@ -86,14 +88,19 @@ class Place:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Track:
     """The early part of one conversation's last prompt."""
 
     early: bytes
+    """a hash of the fingerprint up to the first user message"""
     messages: tuple[_Sketch, ...]
     places: list[Place] = field(default_factory=list)
     tokens: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(sketch.blocks) for sketch in self.messages)
 
 
 @dataclass(frozen=True)
@@ -120,11 +127,14 @@ class Seen:
 
 
 class Finder:
-    """The early parts of the conversations of this process, bounded in number. Safe to use from several threads."""
+    """The early parts of the conversations of this process, so many sessions and so many blocks (of 8 bytes) at most.
 
-    def __init__(self, sessions: int = _SESSIONS) -> None:
+    Safe to use from several threads.
+    """
+
+    def __init__(self, sessions: int = _SESSIONS, blocks: int = _BLOCKS) -> None:
         self._sessions: OrderedDict[str, list[_Track]] = OrderedDict()
-        self._most = sessions
+        self._most, self._most_blocks, self._blocks = sessions, blocks, 0
         self._lock = threading.Lock()
 
     def see(self, session: str, request: Mapping[str, Any], prompt: Prompt, by_content: bool = False) -> Seen:
@@ -138,41 +148,48 @@ class Finder:
 
         Takes microseconds where the early part is as it was, else about a millisecond.
         """
-        early = prompt.opening
+        early = blake2b(prompt.opening, digest_size=16).digest()
         if by_content:
             session = f"{session} {hash(_first_said(request))}"
         with self._lock:
             tracks = self._sessions.pop(session, [])
             self._sessions[session] = tracks
-            while len(self._sessions) > self._most:
-                self._sessions.popitem(last=False)
             for number, track in enumerate(tracks):
                 if track.early == early:
                     tracks.insert(0, tracks.pop(number))
                     return Seen((), track)
-            texts = _early_texts(request)
-            best: tuple[int, _Track, list[_Change]] | None = None
-            for track in tracks:
-                compared = _compare(track.messages, texts)
-                if compared is not None and (best is None or compared[0] > best[0]):
-                    best = (compared[0], track, compared[1])
-            sketches = tuple(_sketch(text) for text in texts)
-            if best is None:
-                track = _Track(early, sketches)
-                tracks.insert(0, track)
-                del tracks[_TRACKS:]
-                return Seen((), track)
-            _, track, changes = best
-            track.early, track.messages = early, sketches
-            tracks.remove(track)
+            before = sum(track.blocks for track in tracks)
+            seen = self._changed(tracks, early, _early_texts(request), prompt)
+            self._blocks += sum(track.blocks for track in tracks) - before
+            while len(self._sessions) > self._most or (self._blocks > self._most_blocks and len(self._sessions) > 1):
+                _, forgotten = self._sessions.popitem(last=False)
+                self._blocks -= sum(track.blocks for track in forgotten)
+            return seen
+
+    def _changed(self, tracks: list[_Track], early: bytes, texts: Sequence[_Text], prompt: Prompt) -> Seen:
+        """A request whose early part none of a session's conversations had: which one it is of, and what is new in it."""
+        best: tuple[int, _Track, list[_Change]] | None = None
+        for track in tracks:
+            compared = _compare(track.messages, texts)
+            if compared is not None and (best is None or compared[0] > best[0]):
+                best = (compared[0], track, compared[1])
+        sketches = tuple(_sketch(text) for text in texts)
+        if best is None:
+            track = _Track(early, sketches)
             tracks.insert(0, track)
-            goes_on = any(span.role == "assistant" for span in prompt.spans)
-            places = tuple(
-                _note(track, change, texts, prompt)
-                for change in changes
-                if goes_on or texts[change.message].role != "user"  # another question is another conversation
-            )
-            return Seen(places, track)
+            del tracks[_TRACKS:]
+            return Seen((), track)
+        _, track, changes = best
+        track.early, track.messages = early, sketches
+        tracks.remove(track)
+        tracks.insert(0, track)
+        goes_on = any(span.role == "assistant" for span in prompt.spans)
+        places = tuple(
+            _note(track, change, texts, prompt)
+            for change in changes
+            if goes_on or texts[change.message].role != "user"  # another question is another conversation
+        )
+        return Seen(places, track)
 
     def charge(self, seen: Seen, tokens: int, computed: int, seconds: float) -> list[Place]:
         """Note what a request has cost when its answer is there: its tokens, how many were computed, and for how long.

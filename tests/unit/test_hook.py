@@ -1244,6 +1244,31 @@ async def test_a_long_prompt_is_made_to_hold_still_as_well(road: Road) -> None:
     assert sent["messages"][0]["content"] == WORDS * 5000
 
 
+async def test_another_route_s_answer_is_not_said_to_be_steadied(road: Road) -> None:
+    kwargs = claude(road, "fa690")
+    await road.pre(kwargs, MESSAGES)
+    await road.fails(kwargs, MESSAGES)
+    assert await road.pre({**kwargs, "model_info": {}}, MESSAGES) is None
+    assert await road.headers(kwargs) == {"x-slot-cache": "unmanaged"}
+
+
+async def test_what_is_frozen_or_moved_is_kept_nowhere_but_in_memory(
+    road: Road, tmp_path: Path, said: Callable[[], list[str]]
+) -> None:
+    secret = "Xyzzy"
+    steady(road, {**MOVES, "name": "m", "pattern": f"{secret}-m [0-9]+"}, {**MOVES, "pattern": secret, "do": "freeze"})
+    for number in range(5):
+        rows = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}] * number + ASKED
+        system = {"role": "system", "content": f"{secret} {number} {secret}-m {number} {WORDS * 20}"}
+        await road.chat(messages=[system, *rows])
+    await road.chat("other")
+    await road.quiet()
+    assert road.hook.counts["steadied_m"] == 5
+    assert not any(secret in line for line in said())
+    for file in (tmp_path / "state").rglob("*"):
+        assert not file.is_file() or secret.encode() not in file.read_bytes()
+
+
 @pytest.mark.parametrize("name", ["steadied", "Finder.see", "Finder.charge"])
 async def test_a_fault_of_a_rule_or_of_the_finder_fails_no_request(
     road: Road, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]], name: str

@@ -228,6 +228,12 @@ def test_no_text_is_kept_or_told() -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
+    few = Finder(blocks=2500)
+    for number in range(20):
+        Session(few, f"s{number}").turn(system=prose(500_000, number))
+        Session(few, f"s{number}").turn(system=prose(400_000, number))
+    assert list(few._sessions) == ["s18", "s19"]
+    assert few._blocks == sum(track.blocks for tracks in few._sessions.values() for track in tracks) <= 2500
     finder = Finder(sessions=5)
     for number in range(20):
         Session(finder, f"s{number}").turn(system=prose(500_000, number))
