@@ -346,7 +346,7 @@ _SHAPES = (
     ("a UUID", re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")),
     ("a date and a time", re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:T|,? )\d{1,2}:\d\d(?::\d\d)?")),
     ("a time", re.compile(r"\d{1,2}:\d\d(?::\d\d)?")),
-    ("a date", re.compile(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}")),
+    ("a date", re.compile(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[/.]\d{1,2}[/.]\d{4}|\d{1,2}/\d{1,2}/\d{2}")),
     ("hex digits", re.compile(r"(?<![0-9A-Za-z])(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{3,64}(?![0-9A-Za-z])")),
     ("digits", re.compile(r"\d{1,64}")),
 )
@@ -360,11 +360,11 @@ def shape_of(text: str, start: int, end: int) -> str:
         end += 1
     rest, told = text[start : min(end, start + 400)], []  # type: tuple[str, list[str]]
     for name, pattern in _SHAPES:
-        found = pattern.search(rest)
-        if found is None:
+        longest = max((len(found[0]) for found in pattern.finditer(rest)), default=0)
+        if not longest:
             continue
         rest = pattern.sub(" ", rest)
-        told.append(f"{len(found[0])} {name}" if name.endswith("digits") else name)
+        told.append(f"{longest} {name}" if name.endswith("digits") else name)
     return " and ".join(told[:2]) if told else f"{end - start} characters"
 
 

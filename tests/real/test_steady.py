@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -76,6 +77,15 @@ def reuse(replies: Sequence[Reply]) -> list[float]:
     return [min(now.cached_tokens / last.prompt_tokens, 1.0) for last, now in itertools.pairwise(replies)]
 
 
+async def logged(steady: House, pattern: str) -> list[tuple[str, ...]]:
+    """What the proxy's log says that fits, as soon as there is something: LiteLLM tells usages a moment later."""
+    for _ in range(50):
+        if found := re.findall(pattern, steady.proxy.log_path.read_text()):
+            return found
+        await asyncio.sleep(0.1)
+    return []
+
+
 async def two_sessions(client: httpx.AsyncClient, name: str, turns: int) -> list[list[Reply]]:
     sessions = [ClaudeCode(f"{name:0>8}-0000-4000-8000-00000000000{number}", name) for number in range(2)]
     replies: list[list[Reply]] = [[], []]
@@ -105,6 +115,15 @@ async def test_claude_code(steady: House, client: httpx.AsyncClient) -> None:
     print(f"without the rule: {min(shares):.3f} to {max(shares):.3f}")
     assert max(shares) < 0.2
     assert {reply.steadied for session in without for reply in session} == {None}
+    ((start, end, shape, rule),) = await logged(
+        steady, r"route 'off': .*\(system\) differs in 3 .* character (\d+) to (\d+) of \d+ \((.*?)\).* help: (.*)"
+    )
+    print(f"found: characters {start} to {end} ({shape}); {rule}")
+    line = ClaudeCode("any", "any").line()
+    first_digit, last_digit = line.index(".37.") + 4, len(line) - 1
+    assert first_digit - 64 <= int(start) <= first_digit and last_digit <= int(end) <= last_digit + 64
+    assert "hex digits" in shape
+    assert rule == "steady: {claude_code: true}"
 
 
 @pytest.mark.parametrize(
@@ -208,10 +227,10 @@ async def test_a_place_that_changes_is_told_with_what_would_help(steady: House, 
     for turn in range(8):
         session.said[:1] = [("system", f"{WORDS[:550]} (run {turn * 7919 + 10000}) {WORDS[550:]}")]
         await session.ask(client, f"{turn}: go on, please.")
-    told = re.findall(
+    told = await logged(
+        steady,
         r"message 1 \(system\) differs in (\d+) of its requests from about character (\d+) to (\d+) of \d+ "
         r"\(5 digits\).*about (\d+) tokens behind it were computed again in ([\d.]+) s; this would help: (.*)",
-        log.read_text()[before:],
     )
     ((times, start, end, tokens, seconds, rule),) = told
     print(f"found: characters {start} to {end} (it is at 557 to 562), {tokens} tokens, {seconds} s; {rule}")

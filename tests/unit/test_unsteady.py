@@ -266,6 +266,9 @@ def test_a_request_that_goes_on_costs_microseconds_and_one_that_changes_millisec
     ("text", "shape"),
     [
         ("cch=fa690;", "5 hex digits"),
+        (".37.0d9; cc_entrypoint=cli; cch=fa690;", "5 hex digits and 2 digits"),
+        ("cc_version=2.1.37", "2 digits"),
+        ("on 30.11.2026", "a date"),
         ("is 2026-11-30", "a date"),
         ("run 4711", "4 digits"),
         ("good morning", "12 characters"),
