@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -63,12 +65,13 @@ class RequestFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Reply:
-    """A complete answer; `outcome` is what the plugin's response header says."""
+    """A complete answer; `outcome` and `steadied` are what the plugin's response headers say."""
 
     text: str
     prompt_tokens: int
     cached_tokens: int
     outcome: str | None
+    steadied: str | None = None
 
 
 def reuse(sessions: Iterable[Sequence[Reply]]) -> float:
@@ -198,6 +201,117 @@ class Session:
         return body | {"prompt": self.prompt(("user", text)), "max_tokens": tokens}
 
 
+@dataclass
+class ClaudeCode:
+    """Claude Code, as far as a proxy can tell: a line with a checksum before its system prompt, blocks, tools and their
+    results, marks for a cache that move along, and side requests for titles with the same session id.
+
+    Every second request carries the result of a tool. The calls are made up here: the tests' models make none.
+    """
+
+    session: str
+    route: str
+    system: str = "You are an interactive agent that helps with software engineering. " * 30
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    requests: int = 0
+
+    async def turn(self, client: httpx.AsyncClient, text: str) -> Reply:
+        """Say `text`, as the user's words or as what a tool has found, and read the answer."""
+        if len(self.rows) % 4 == 2:
+            call = f"toolu_{len(self.rows):04}"
+            arguments = {"file_path": f"/src/file{len(self.rows)}.py"}
+            self.rows[-1]["content"].append({"type": "tool_use", "id": call, "name": "Read", "input": arguments})
+            content = [{"type": "tool_result", "tool_use_id": call, "content": text}]
+        else:
+            content = [{"type": "text", "text": text}]
+        self.rows.append({"role": "user", "content": content})
+        marked = {**content[-1], "cache_control": {"type": "ephemeral"}}
+        rows = [*self.rows[:-1], {"role": "user", "content": [*content[:-1], marked]}]
+        reply = await self._ask(client, rows, self.system, CLAUDE_CODE_TOOLS)
+        self.rows.append({"role": "assistant", "content": [{"type": "text", "text": reply.text}]})
+        return reply
+
+    async def title(self, client: httpx.AsyncClient) -> Reply:
+        """Ask for a title of the conversation, beside it."""
+        said = next(block["text"] for row in self.rows for block in row["content"] if "text" in block)
+        rows = [{"role": "user", "content": said}]
+        return await self._ask(client, rows, "Analyze if this message indicates a new topic; write a title.", [])
+
+    def line(self) -> str:
+        """The line before the system prompt, another one for every request."""
+        self.requests += 1
+        digest = hashlib.sha256(f"{self.session}{self.requests}".encode()).hexdigest()
+        return f"x-anthropic-billing-header: cc_version=2.1.37.{digest[:3]}; cc_entrypoint=cli; cch={digest[3:8]};"
+
+    async def _ask(
+        self, client: httpx.AsyncClient, rows: list[dict[str, Any]], system: str, tools: list[dict[str, Any]]
+    ) -> Reply:
+        body = {
+            "model": self.route,
+            "max_tokens": 32,
+            "temperature": 0,
+            "stream": True,
+            "system": [
+                {"type": "text", "text": self.line()},
+                {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": system, "cache_control": {"type": "ephemeral"}},
+            ],
+            "messages": rows,
+            "metadata": {"user_id": f"user_{'0' * 64}_account__session_{self.session}"},
+        }
+        if tools:
+            body["tools"] = tools
+        headers = {
+            "x-claude-code-session-id": self.session,
+            "anthropic-version": "2023-06-01",
+            "user-agent": "claude-cli/2.1.37 (external, cli)",
+        }
+        return await _streamed(client, "messages", body, headers, None)
+
+
+CLAUDE_CODE_TOOLS: list[dict[str, Any]] = [
+    {
+        "name": name,
+        "description": f"{does} Use it when nothing else will do, with absolute paths only. " * 3,
+        "input_schema": {
+            "type": "object",
+            "properties": {field: {"type": "string", "description": f"The {field}."} for field in fields},
+            "required": list(fields),
+            "additionalProperties": False,
+        },
+    }
+    for name, does, fields in (
+        ("Bash", "Runs a command in a shell and gives back what it prints.", ("command",)),
+        ("Read", "Reads a file and gives back its lines, each with its number.", ("file_path",)),
+        ("Edit", "Puts one text in the place of another one in a file.", ("file_path", "old_string", "new_string")),
+    )
+]
+
+
+RECORDED = Path(__file__).parent / "fixtures" / "clients"
+"""Requests in the shapes of programs, written for the tests: path, headers and body, in the order in which they are sent."""
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """The requests of a program: the first of a conversation, one beside it where it sends such, and the second."""
+    loaded: list[dict[str, Any]] = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+async def send(client: httpx.AsyncClient, request: Mapping[str, Any]) -> Reply:
+    """Send a recorded request and read the whole answer."""
+    path = str(request["path"])
+    api: Api = next(api for api in APIS if path.partition("?")[0] == PATHS[api])
+    limit = "max_output_tokens" if api == "responses" else "max_tokens"  # the tests' models find no end
+    body = {**request["body"], limit: FEWEST_TOKENS}
+    if body["stream"]:
+        return await _streamed(client, api, body, request["headers"], None, path)
+    response = await client.post(path, json=body, headers=request["headers"])
+    if response.status_code != 200:
+        raise RequestFailed(response.status_code, response.text)
+    return _whole(api, response)
+
+
 def _item(role: str, text: str) -> dict[str, Any]:
     kind = "output_text" if role == "assistant" else "input_text"
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
@@ -222,10 +336,12 @@ async def _streamed(
     body: dict[str, Any],
     headers: Mapping[str, str],
     extensions: dict[str, Any] | None,
+    path: str = "",
 ) -> Reply:
+    path = path or PATHS[api]
     usage: dict[str, Any] = {}
     parts: list[str] = []
-    async with client.stream("POST", PATHS[api], json=body, headers=dict(headers), extensions=extensions) as response:
+    async with client.stream("POST", path, json=body, headers=dict(headers), extensions=extensions) as response:
         if response.status_code != 200:
             await response.aread()
             raise RequestFailed(response.status_code, response.text)
@@ -269,4 +385,5 @@ def _reply(text: str, usage: Mapping[str, Any], response: httpx.Response) -> Rep
     if "cache_read_input_tokens" in usage and not details:  # Anthropic counts them beside the input
         cached = usage["cache_read_input_tokens"] or 0
         prompt += cached
-    return Reply(text, prompt, cached, response.headers.get("x-slot-cache"))
+    headers = response.headers
+    return Reply(text, prompt, cached, headers.get("x-slot-cache"), headers.get("x-slot-cache-steadied"))

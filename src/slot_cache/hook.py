@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from litellm.integrations.custom_logger import CustomLogger
 
 from slot_cache import endpoints, report
 from slot_cache.events import Event
+from slot_cache.findings import Finding, write_finding
 from slot_cache.folder import CacheFolder
 from slot_cache.index import Index, IndexThread, MemoryIndex, SqliteIndex, open_index
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, same_server_key, shown_url
@@ -33,9 +34,12 @@ from slot_cache.settings import Settings, SettingsError, asks_for_it, read_setti
 from slot_cache.shown_text import tail
 from slot_cache.state import Ending, Outcome, Want
 from slot_cache.status import Status, build_status
+from slot_cache.steady import FrozenTexts, steadied
 from slot_cache.switcher import Lease, SlotSwitcher
 from slot_cache.tally import Tally
-from slot_cache.why import Finding, Recomputed, Said, explain
+from slot_cache.unsteady import TIMES, Finder, Seen
+from slot_cache.why import Finding as Reason
+from slot_cache.why import Recomputed, Said, explain
 
 MANAGED_CALLS = frozenset({"acompletion", "atext_completion", "anthropic_messages", "aresponses"})
 
@@ -90,8 +94,13 @@ class _Turn:
     show_text: bool = False
     difference: str = ""
     """where the prompt parts from the last one of its conversation, in words"""
+    steadied: tuple[str, ...] = ()
+    """the rules that changed something in what is sent"""
+    seen: Seen | None = None
+    """what its prompt's beginning showed, beside that of the last one of its conversation"""
     usage: tuple[int, int] | None = None
     """tokens reused and computed"""
+    prefill_seconds: float | None = None
     busy: bool = False
     """an attempt waits for its slot"""
     broken: bool = False
@@ -113,6 +122,10 @@ class SlotCacheHook(CustomLogger):
 
     It acts on chat, text completion, Anthropic messages and responses requests to routes whose `model_info.slot_cache`
     asks for it, and on nothing else. It never raises into LiteLLM: whatever goes wrong here, the request goes on.
+
+    Attributes:
+        counts: how often each thing happened since the start: `steadied` requests, `steadied_<rule>` for each rule that
+            changed something in one, and `unsteady` places that were found.
     """
 
     def __init__(self) -> None:
@@ -132,6 +145,9 @@ class SlotCacheHook(CustomLogger):
         self._mounted = endpoints.mount(self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stored_at = float("-inf")
+        self._frozen = FrozenTexts()
+        self._finder = Finder()
+        self.counts: Counter[str] = Counter()
 
     async def aclose(self) -> None:
         """End all background work and close the connections to the servers."""
@@ -157,6 +173,7 @@ class SlotCacheHook(CustomLogger):
             folders=self._folders.values(),
             index=self._index,
             tally=self.tally,
+            steadied=self.counts,
             messages=messages,
         )
 
@@ -172,24 +189,26 @@ class SlotCacheHook(CustomLogger):
     # LiteLLM's hooks. LiteLLM looks for some of them in this very class and passes most arguments by name.
 
     async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> dict[str, Any] | None:
-        """Take the slot, put the conversation's cache into it, and pin the request to it."""
+        """Have the prompt hold still, take the slot, put the conversation's cache into it, and pin the request to it."""
         name = str(getattr(call_type, "value", call_type))
         raw = _slot_cache_option(kwargs)
         if name not in MANAGED_CALLS or not asks_for_it(raw):
             turn = self._turn_of(kwargs)  # a fallback to a route that is not ours
             if turn is not None and not _is_nested(turn, name):
                 self._end(turn, Ending.BROKEN)
-                turn.outcome, turn.why = Outcome.UNMANAGED, "another route answered"
+                turn.outcome, turn.why, turn.steadied = Outcome.UNMANAGED, "another route answered", ()
             return None
+        sent = _Sent(kwargs)
         try:
-            turn = await self._begin(kwargs, name, raw)
+            turn = await self._begin(sent, name, raw)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             self._once.bug("a request goes on unmanaged", error)
-            return None
+            turn = None
+        kwargs = sent.kwargs
         if turn is None or turn.lease is None or turn.outcome is Outcome.UNMANAGED:
-            return None
+            return kwargs if sent.changed else None
         extra_body = kwargs.get("extra_body")
         pinned = {**(extra_body if isinstance(extra_body, dict) else {}), "id_slot": turn.lease.slot}
         return {**{key: value for key, value in kwargs.items() if key != "id_slot"}, "extra_body": pinned}
@@ -265,6 +284,8 @@ class SlotCacheHook(CustomLogger):
         headers = {"x-slot-cache": turn.outcome.value, "x-slot-cache-wait-ms": str(round(turn.waited * 1000))}
         if turn.usage is not None and not turn.broken:
             headers["x-slot-cache-reused-tokens"], headers["x-slot-cache-computed-tokens"] = map(str, turn.usage)
+        if turn.steadied:
+            headers["x-slot-cache-steadied"] = ",".join(turn.steadied)
         return headers
 
     async def async_log_success_event(
@@ -283,7 +304,8 @@ class SlotCacheHook(CustomLogger):
 
     # a request's life
 
-    async def _begin(self, kwargs: dict[str, Any], call_type: str, raw: object) -> _Turn | None:
+    async def _begin(self, sent: _Sent, call_type: str, raw: object) -> _Turn | None:
+        kwargs = sent.kwargs
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = loop
@@ -319,6 +341,7 @@ class SlotCacheHook(CustomLogger):
             self._remember(turn)
             metadata[TOKEN] = turn.token
         self._log_with(metadata, turn)
+        inner = _is_nested(turn, call_type)  # what is to be done to its prompt was done to the one around it
         turn.request, turn.call_type, turn.nested, turn.usage = request, call_type, False, None
         turn.lease, turn.outcome, turn.why, turn.busy, turn.reported = None, Outcome.UNMANAGED, "", True, False
         turn.broken, turn.sent, turn.calls_tools = False, kwargs, False
@@ -326,15 +349,51 @@ class SlotCacheHook(CustomLogger):
             turn.timer.cancel()
             turn.timer = None
         try:
-            await self._take_slot(turn, settings, kwargs)
+            await self._read_prompt(turn, settings, sent, inner)
+            await self._take_slot(turn, settings)
         finally:
             turn.busy = False
         return turn
 
-    async def _take_slot(self, turn: _Turn, settings: Settings, kwargs: Mapping[str, Any]) -> None:
+    async def _read_prompt(self, turn: _Turn, settings: Settings, sent: _Sent, inner: bool) -> None:
+        """Have the prompt hold still, and take the fingerprint of what is sent."""
+        asked: Mapping[str, Any]
+        asked = {name: sent.kwargs[name] for name in _PROMPT_FIELDS if sent.kwargs.get(name) is not None}
+        run = _at_once if _rough_size(asked) <= INLINE_CHARS else asyncio.to_thread
+        if settings.steady.all_rules and not inner:
+            new = await run(self._steadied, turn, settings, asked)
+            if new is not asked:
+                sent.change(asked, new)
+                asked = new
+        if turn.prompt is None:
+            turn.prompt = await run(fingerprint, asked)
+            turn.seen = await run(self._look_at, turn.request, asked, turn.prompt)
+        elif turn.steadied and not inner:  # else another attempt at the same has it already
+            turn.prompt = await run(fingerprint, asked)
+
+    def _steadied(self, turn: _Turn, settings: Settings, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        before, turn.steadied = turn.steadied, ()
+        try:
+            new, turn.steadied = steadied(
+                asked, settings.steady.all_rules, self._frozen, now=time.monotonic(), **_whose(turn.request)
+            )
+        except Exception as error:
+            self._once.bug("steady", error)
+            return asked
+        if turn.steadied and not before:
+            self.counts.update(("steadied", *(f"steadied_{name}" for name in turn.steadied)))
+        return new
+
+    def _look_at(self, request: CacheRequest, asked: Mapping[str, Any], prompt: Prompt) -> Seen | None:
+        try:
+            return self._finder.see(request=asked, prompt=prompt, **_whose(request))
+        except Exception as error:
+            self._once.bug("what a prompt begins with", error)
+            return None
+
+    async def _take_slot(self, turn: _Turn, settings: Settings) -> None:
         request = turn.request
-        if turn.prompt is None:  # another attempt at the same has it already
-            turn.prompt = await _fingerprint(kwargs)
+        assert turn.prompt is not None
         index = await self._open_index(settings)
         turn.show_text, turn.switcher = settings.show_text, None
         try:
@@ -455,11 +514,15 @@ class SlotCacheHook(CustomLogger):
             f"; {turn.difference}" if turn.difference else "",
             f"; computed again: {finding.words}" if finding is not None else "",
         )
+        try:
+            self._tell_unsteady(turn)
+        except Exception as error:
+            self._once.bug("what a prompt begins with", error)
         if self._loop is not None and not self._loop.is_closed():
             # later hooks of the same request still find it for a while
             self._loop.call_later(USAGE_SECONDS, self._forget, turn)
 
-    def _count(self, turn: _Turn) -> Finding | None:
+    def _count(self, turn: _Turn) -> Reason | None:
         """Count a request that has ended. Returns why it reused less than it could, if it did."""
         try:
             finding = self._explain(turn)
@@ -469,7 +532,7 @@ class SlotCacheHook(CustomLogger):
             self._once.bug("counting", error)
             return None
 
-    def _explain(self, turn: _Turn) -> Finding | None:
+    def _explain(self, turn: _Turn) -> Reason | None:
         lease, switcher = turn.lease, turn.switcher
         if turn.usage is None or turn.broken or turn.prompt is None or lease is None or switcher is None:
             return None
@@ -510,7 +573,7 @@ class SlotCacheHook(CustomLogger):
                     return cause
         return ""
 
-    def _tell_end(self, turn: _Turn, finding: Finding | None) -> None:
+    def _tell_end(self, turn: _Turn, finding: Reason | None) -> None:
         request, lease = turn.request, turn.lease
         key = (lease.key if lease is not None else None) or request.key
         reused, computed = turn.usage if turn.usage is not None else (None, None)
@@ -579,6 +642,34 @@ class SlotCacheHook(CustomLogger):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _tell_unsteady(self, turn: _Turn) -> None:
+        """Once a place has changed again and again, say so."""
+        seen, turn.seen = turn.seen, None
+        if seen is None:
+            return
+        reused, computed = turn.usage or (0, 0)
+        rate = turn.switcher.actions.prefill_rate if turn.switcher is not None else 0.0
+        seconds = turn.prefill_seconds or (computed / rate if rate else 0.0)
+        for place in self._finder.charge(seen, reused + computed, computed, seconds):
+            route, key = turn.request.route, turn.request.key
+            if place.times == TIMES:
+                self.counts["unsteady"] += 1
+                kind = ("unsteady", turn.request.tag, place.role, str(place.start // 256), place.rule)
+                self._once.warn(kind, "route %s: a conversation's %s", report.shown(route), place.tell())
+            if self._index is not None and isinstance(self._index.index, SqliteIndex):
+                folder = self._index.index.path.parent
+                self._write(folder, Finding.of(place, route, key, time.time()))
+
+    def _write(self, folder: Path, finding: Finding) -> None:
+        def write() -> None:
+            try:
+                write_finding(folder, finding)
+            except Exception as error:
+                self._once.bug("what was found is not kept", error)
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.run_in_executor(None, write)
+
     def _forget(self, turn: _Turn) -> None:
         if turn.reported and not turn.holds:
             self._turns.pop(turn.token, None)
@@ -589,6 +680,7 @@ class SlotCacheHook(CustomLogger):
             return
         first = turn.usage is None
         turn.usage = usage
+        turn.prefill_seconds = _prefill_seconds(response) or turn.prefill_seconds
         if first and turn.lease is not None and turn.outcome is not Outcome.UNMANAGED:
             turn.lease.learn(*usage, _prefill_seconds(response))
 
@@ -733,14 +825,27 @@ class SlotCacheHook(CustomLogger):
         turn.difference = "" if last is None else tell_difference(last.prompt, turn.prompt)
 
 
+@dataclass
+class _Sent:
+    """The arguments of a request as it is to be sent: LiteLLM's own until something is changed."""
+
+    kwargs: dict[str, Any]
+    changed: bool = False
+
+    def change(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        kept = {name: value for name, value in self.kwargs.items() if name not in old or name in new}
+        self.kwargs, self.changed = {**kept, **new}, True
+
+
 _PROMPT_FIELDS = ("messages", "system", "instructions", "input", "prompt", "tools")
 
 
-async def _fingerprint(kwargs: Mapping[str, Any]) -> Prompt:
-    asked = {name: kwargs[name] for name in _PROMPT_FIELDS if kwargs.get(name) is not None}
-    if _rough_size(asked) <= INLINE_CHARS:
-        return fingerprint(asked)
-    return await asyncio.to_thread(fingerprint, asked)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def _at_once(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    return work(*args, **kwargs)
 
 
 def _rough_size(asked: object, depth: int = 0) -> int:
@@ -758,6 +863,13 @@ def _rough_size(asked: object, depth: int = 0) -> int:
             if total > INLINE_CHARS:
                 break
     return total
+
+
+def _whose(request: CacheRequest) -> dict[str, Any]:
+    """Whose request it is, for what is kept of a session: without one, its content tells."""
+    if request.key is not None:
+        return {"session": request.key, "by_content": False}
+    return {"session": f"{request.tag} of {request.owner}", "by_content": True}
 
 
 def _slot_cache_option(kwargs: Mapping[str, Any]) -> object:

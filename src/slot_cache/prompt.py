@@ -99,6 +99,18 @@ class Prompt:
         return sum(span.chars for span in self.spans)
 
     @property
+    def opening(self) -> bytes:
+        """The links up to and including the first user message: what a conversation says again in every request."""
+        total = 0
+        for span in self.spans:
+            if span.role not in ("tools", "system", "user"):
+                break
+            total += span.blocks
+            if span.role == "user":
+                break
+        return self.packed[: total * _LINK_BYTES]
+
+    @property
     def chain(self) -> tuple[bytes, ...]:
         """The links."""
         return tuple(_link(self.packed, number) for number in range(len(self.packed) // _LINK_BYTES))
@@ -131,6 +143,12 @@ def fingerprint(request: Mapping[str, Any]) -> Prompt:
                 chain.append(link)
         spans.append(Span(role if role in _ROLES else "unknown", tuple(len(piece.text) for piece in pieces)))
     return Prompt(b"".join(chain), tuple(spans))
+
+
+def pieces_of(request: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """The messages of a request's prompt, in order: who speaks, and the texts of its pieces. One for each span."""
+    for role, pieces in _messages(request):
+        yield role if role in _ROLES else "unknown", [piece.text for piece in pieces]
 
 
 def shared_blocks(one: Prompt, other: Prompt) -> int:

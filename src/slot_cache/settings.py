@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from slot_cache import steady_settings
+from slot_cache.steady_settings import SteadySettings
+
 SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
 
@@ -80,6 +83,7 @@ class Settings(BaseModel):
         state_dir: the folder of the index and the locks that the workers share; it should be on a local disk. The
             first route that is used decides it for the process.
         session_headers: request headers, lower case, that carry a session id; the first that is there counts.
+        steady: what is done to prompts whose beginning changes with every request, so that they hold still.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -109,6 +113,7 @@ class Settings(BaseModel):
     session_headers: Annotated[tuple[str, ...], BeforeValidator(_header_names)] = Field(
         default=SESSION_HEADERS, description="a list of header names"
     )
+    steady: SteadySettings = Field(default=SteadySettings(), description=steady_settings.ALLOWED)
 
     @property
     def which_slots(self) -> int | range | None:
@@ -178,6 +183,9 @@ def _explain(route: str, error: ValidationError, given: Mapping[str, object]) ->
         field = Settings.model_fields.get(option)
         if field is None:
             parts.append(f"unknown option {_shown(option)}; allowed: {', '.join(sorted(Settings.model_fields))}")
+            continue
+        if option == "steady" and problem["type"] == "value_error":  # it says itself what is wrong where
+            parts.append(f"option steady: {problem['msg'].removeprefix('Value error, ')}")
             continue
         where = f"option {option}" if option in given else f"environment variable {ENVIRONMENT[option]}"
         value = given[option] if option in given else problem["input"]

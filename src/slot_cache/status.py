@@ -188,6 +188,10 @@ class TotalsStatus(_Model):
     restores: int
     evictions: int = Field(description="files deleted to keep the limits")
     failures: dict[str, int] = Field(description="by kind, as in ServerStatus.counts")
+    steadied: dict[str, int] = Field(
+        description="prompts that rules of `steady` have changed (steadied, and steadied_RULE for each), and places found "
+        "that change at the front of prompts (unsteady)"
+    )
 
 
 class Status(_Model):
@@ -214,6 +218,7 @@ async def build_status(
     folders: Iterable[CacheFolder],
     index: IndexThread | None,
     tally: Tally,
+    steadied: Mapping[str, int],
     messages: Callable[[str], int | None],
 ) -> Status:
     """The status of this process. Reads the index, and asks no server.
@@ -224,6 +229,7 @@ async def build_status(
         folders: of the routes that this process has had requests of.
         index: None: no request has needed it yet.
         tally: what was counted.
+        steadied: what the rules of `steady` have done, see `TotalsStatus.steadied`.
         messages: how many messages the last prompt of a cache had, None if not known.
     """
     pairs = [(switcher, None) for switcher in switchers.values()] + [
@@ -244,7 +250,7 @@ async def build_status(
         servers=servers,
         routers=[_router(router) for router in routers.values()],
         routes=_routes(saved, folders),
-        totals=_totals(tally, servers),
+        totals=_totals(tally, servers, steadied),
         recomputed=[
             RecomputedStatus(
                 at=entry.at,
@@ -441,7 +447,7 @@ def _cache(row: CacheRow) -> CacheStatus:
 _NO_FAILURES = frozenset({"saves", "restores", "erasures", "rewinds", "evictions"})
 
 
-def _totals(tally: Tally, servers: Iterable[ServerStatus]) -> TotalsStatus:
+def _totals(tally: Tally, servers: Iterable[ServerStatus], steadied: Mapping[str, int]) -> TotalsStatus:
     counts: dict[str, int] = {}
     for server in servers:
         for name, number in server.counts.items():
@@ -457,4 +463,5 @@ def _totals(tally: Tally, servers: Iterable[ServerStatus]) -> TotalsStatus:
         restores=counts.get("restores", 0),
         evictions=counts.get("evictions", 0),
         failures={name: number for name, number in counts.items() if name not in _NO_FAILURES},
+        steadied=dict(steadied),
     )

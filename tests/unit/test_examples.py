@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,13 +19,24 @@ from slot_cache import __version__
 from slot_cache.cli import _parser
 from slot_cache.settings import ENVIRONMENT, SESSION_HEADERS, Settings, asks_for_it, read_settings
 from slot_cache.state import Outcome
+from slot_cache.steady import READY
+from slot_cache.steady_settings import SteadySettings
 
 TOP = Path(__file__).resolve().parents[2]
 README = TOP / "README.md"
 CONFIG = TOP / "config.example.yaml"
-YAML_FILES = [CONFIG, *sorted((TOP / "examples").glob("*.yaml"))]
+CLAUDE_CODE = TOP / "examples" / "claude-code"
+YAML_FILES = [CONFIG, *sorted((TOP / "examples").rglob("*.yaml"))]
 PROXY_CONFIGS = [path for path in YAML_FILES if path.name != "compose.yaml"]
-TEXTS = [README, TOP / "CHANGELOG.md", TOP / "examples" / "README.md", TOP / "examples" / "Dockerfile", *YAML_FILES]
+TEXTS = [
+    README,
+    TOP / "CHANGELOG.md",
+    TOP / "examples" / "README.md",
+    TOP / "examples" / "Dockerfile",
+    CLAUDE_CODE / "README.md",
+    CLAUDE_CODE / "settings.json",
+    *YAML_FILES,
+]
 MARKDOWN = [path for path in TEXTS if path.suffix == ".md"]
 
 
@@ -53,6 +65,9 @@ def given_default(option: str) -> str:
         return ", ".join(default)
     if isinstance(default, float):  # 0, not 0.0
         return f"{default:g}"
+    if option == "steady":
+        assert default == SteadySettings(claude_code=True, rules=())
+        return "claude_code: true"
     if option == "state_dir":
         assert default is None
         return "$XDG_STATE_HOME/slot-cache, else ~/.local/state/slot-cache"
@@ -197,6 +212,41 @@ def test_docker_compose_takes_the_file() -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stderr
+
+
+# Claude Code
+
+
+def test_claude_code_s_settings_fit_the_proxy_s() -> None:
+    config = load(CLAUDE_CODE / "config.yaml")
+    (route,) = managed(config)
+    settings = json.loads((CLAUDE_CODE / "settings.json").read_text(encoding="utf-8"))
+    env = settings["env"]
+    assert all(isinstance(value, str) for value in env.values())
+    models = {name: value for name, value in env.items() if "MODEL" in name}
+    assert len(models) == 5
+    assert set(models.values()) == {route}
+    assert env["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:4000"  # without /v1, which Claude Code adds
+    assert env["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+    assert settings["includeGitInstructions"] is False
+    told = (CLAUDE_CODE / "README.md").read_text(encoding="utf-8")
+    assert env["ANTHROPIC_AUTH_TOKEN"] in told
+
+
+def test_the_rules_in_the_texts_are_valid() -> None:
+    (raw,) = managed(load(CLAUDE_CODE / "config.yaml")).values()
+    assert [rule.name for rule in read_settings("claude", raw, {}).steady.all_rules] == ["claude_code", "git_status"]
+    written = re.findall(r"(?:# +|`|\{)(rules: \[.*\])[`}\n]", README.read_text() + CONFIG.read_text())
+    (block,) = re.findall(r"```yaml\nslot_cache:\n(.*?)```", section("Prompts that hold still"), re.DOTALL)
+    assert len(written) >= 3
+    for text in (*written, block):
+        found = yaml.safe_load(text)
+        read_settings("rules", {"steady": found} if "rules" in found else found, {})
+
+
+def test_the_ready_made_rules_are_told() -> None:
+    rows = re.findall(r"(?m)^\| `(\w+)` \|[^|\n]*\| `(\w+)` \|$", section("Prompts that hold still"))
+    assert rows == [(name, rule.do) for name, rule in READY.items()]
 
 
 # README

@@ -21,6 +21,7 @@ from slot_cache import hook as hook_module
 from slot_cache import index as index_module
 from slot_cache import report, slot_actions
 from slot_cache import switcher as switcher_module
+from slot_cache.findings import read_findings
 from slot_cache.hook import MANAGED_CALLS, TOKEN, SlotCacheHook
 from slot_cache.state import Outcome
 from slot_cache.switcher import SlotSwitcher
@@ -94,9 +95,10 @@ class Road:
         )
 
     async def headers(self, kwargs: Kwargs) -> dict[str, str] | None:
-        """What the client is told of the outcome alone."""
+        """What the client is told, without numbers."""
         told = await self.all_headers(kwargs)
-        return None if told is None else {name: value for name, value in told.items() if name == "x-slot-cache"}
+        numbers = ("-ms", "-tokens")
+        return None if told is None else {name: told[name] for name in told if not name.endswith(numbers)}
 
     async def all_headers(self, kwargs: Kwargs) -> dict[str, str] | None:
         return await self.hook.async_post_call_response_headers_hook(
@@ -1116,3 +1118,203 @@ async def test_useless_restores_are_learned_from_the_answers(road: Road, said: C
     kwargs = road.kwargs("a")
     await road.pre(kwargs)
     assert await road.headers(kwargs) == {"x-slot-cache": "cold"}
+
+
+# prompts that hold still
+
+
+LINE = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={}; "
+CODE = [{"type": "text", "text": "You are Claude Code."}]
+ASKED = [{"role": "user", "content": "hello"}]
+
+
+def claude(road: Road, checksum: str, **more: Any) -> Kwargs:
+    system = [{"type": "text", "text": LINE.format(checksum)}, *CODE]
+    return road.kwargs(metadata="litellm_metadata", messages=ASKED, system=system, max_tokens=9, **more)
+
+
+def steady(road: Road, *rules: Any, claude_code: bool = True) -> None:
+    road.options["steady"] = {"claude_code": claude_code, "rules": list(rules)}
+
+
+async def test_claude_code_s_line_is_taken_out_of_what_is_sent_and_fingerprinted(
+    road: Road, said: Callable[[], list[str]]
+) -> None:
+    for checksum in ("fa690", "1b2c3"):
+        kwargs = claude(road, checksum)
+        sent = await road.pre(kwargs, MESSAGES)
+        assert sent is not None
+        assert sent["system"] == CODE
+        assert sent["extra_body"] == {"id_slot": 0}
+        assert kwargs["system"][0]["text"] == LINE.format(checksum)
+        unchanged = [name for name in kwargs if name != "system"]
+        assert all(sent[name] is kwargs[name] for name in unchanged)
+        inner = {**sent, "instructions": CODE[0]["text"], "input": ASKED}
+        again = await road.pre(inner, RESPONSES)
+        assert again == inner
+        headers = await road.headers(kwargs)
+        assert headers is not None
+        assert headers["x-slot-cache-steadied"] == "claude_code"
+        await road.succeeds(sent, MESSAGES, usage_of(await road.served()))
+        await road.answered(kwargs)
+        await road.logged(kwargs)
+    assert "the prompt is the same" in request_lines(said())[1]
+    assert road.hook.counts == {"steadied": 2, "steadied_claude_code": 2}
+
+
+async def test_a_system_prompt_of_which_nothing_is_left_is_not_sent(road: Road) -> None:
+    kwargs = road.kwargs(system=LINE.format("0"))
+    sent = await road.pre(kwargs, MESSAGES)
+    assert sent is not None
+    assert "system" not in sent
+    assert "system" in kwargs
+
+
+async def test_the_line_stays_where_it_is_asked_to(road: Road) -> None:
+    steady(road, claude_code=False)
+    kwargs = claude(road, "fa690")
+    sent = await road.pre(kwargs, MESSAGES)
+    assert sent is not None
+    assert sent["system"] is kwargs["system"]
+    assert await road.headers(kwargs) == {"x-slot-cache": "cold"}
+    assert not road.hook.counts
+
+
+async def test_what_no_rule_matches_goes_out_as_it_is(road: Road) -> None:
+    steady(road, "times", "uuids", "git_status")
+    kwargs = road.kwargs(tools=[{"name": "f"}])
+    sent = await road.pre(kwargs)
+    assert sent is not None
+    assert all(sent[name] is kwargs[name] for name in kwargs)
+    assert await road.headers(kwargs) == {"x-slot-cache": "cold"}
+
+
+MOVES = {"name": "clock", "pattern": r"at [0-9]+", "do": "move", "where": ["system", "first_user"]}
+
+
+async def test_the_call_inside_of_another_one_is_not_changed_again(road: Road) -> None:
+    steady(road, MOVES)
+    kwargs = road.kwargs(metadata="litellm_metadata", messages=[{"role": "user", "content": "at 5, what?"}])
+    sent = await road.pre(kwargs, MESSAGES)
+    assert sent is not None
+    assert sent["messages"] == [{"role": "user", "content": ", what?\n\nat 5"}]
+    inner = {**sent, "input": sent["messages"]}
+    again = await road.pre(inner, RESPONSES)
+    assert again is not None
+    assert again["input"] is inner["input"]
+
+
+async def test_the_call_inside_is_not_changed_again_when_there_is_no_slot_either(road: Road) -> None:
+    steady(road, MOVES)
+    road.fake.crash()
+    kwargs = road.kwargs(metadata="litellm_metadata", messages=[{"role": "user", "content": "at 5, what?"}])
+    sent = await road.pre(kwargs, MESSAGES)
+    assert sent is not None
+    assert sent["messages"] == [{"role": "user", "content": ", what?\n\nat 5"}]
+    assert "extra_body" not in sent
+    assert await road.pre({**sent, "input": sent["messages"]}, RESPONSES) is None
+    assert await road.headers(kwargs) == {"x-slot-cache": "unmanaged", "x-slot-cache-steadied": "clock"}
+
+
+async def test_another_attempt_is_made_to_hold_still_in_the_same_way(road: Road) -> None:
+    steady(road, {**MOVES, "do": "freeze"})
+    first = road.kwargs(messages=[{"role": "system", "content": "at 1"}, *ASKED])
+    await road.pre(first)
+    await road.succeeds(first)
+    kwargs = road.kwargs(messages=[{"role": "system", "content": "at 2"}, *ASKED])
+    for _ in range(2):
+        sent = await road.pre(kwargs)
+        assert sent is not None
+        assert sent["messages"][0]["content"] == "at 1"
+        await road.fails(kwargs)
+    assert road.hook.counts == {"steadied": 1, "steadied_clock": 1}
+
+
+async def test_sessions_and_keys_do_not_see_each_other_s_frozen_texts(road: Road) -> None:
+    steady(road, {**MOVES, "do": "freeze"})
+    texts = []
+    for number, (session, key) in enumerate([("a", "1"), ("b", "1"), ("a", "2"), (None, "1"), (None, "2"), ("a", "1")]):
+        kwargs = road.kwargs(session, messages=[{"role": "system", "content": f"at {number}"}, *ASKED])
+        kwargs["metadata"]["user_api_key_hash"] = key
+        sent = await road.pre(kwargs)
+        assert sent is not None
+        texts.append(sent["messages"][0]["content"])
+        await road.succeeds(kwargs)
+    assert texts == ["at 0", "at 1", "at 2", "at 3", "at 4", "at 0"]
+
+
+async def test_a_long_prompt_is_made_to_hold_still_as_well(road: Road) -> None:
+    kwargs = road.kwargs(messages=[{"role": "system", "content": LINE.format("0") + "\n" + WORDS * 5000}, *ASKED])
+    sent = await road.pre(kwargs)
+    assert sent is not None
+    assert sent["messages"][0]["content"] == WORDS * 5000
+
+
+async def test_another_route_s_answer_is_not_said_to_be_steadied(road: Road) -> None:
+    kwargs = claude(road, "fa690")
+    await road.pre(kwargs, MESSAGES)
+    await road.fails(kwargs, MESSAGES)
+    assert await road.pre({**kwargs, "model_info": {}}, MESSAGES) is None
+    assert await road.headers(kwargs) == {"x-slot-cache": "unmanaged"}
+
+
+async def test_what_is_frozen_or_moved_is_kept_nowhere_but_in_memory(
+    road: Road, tmp_path: Path, said: Callable[[], list[str]]
+) -> None:
+    secret = "Xyzzy"
+    steady(road, {**MOVES, "name": "m", "pattern": f"{secret}-m [0-9]+"}, {**MOVES, "pattern": secret, "do": "freeze"})
+    for number in range(5):
+        rows = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}] * number + ASKED
+        system = {"role": "system", "content": f"{secret} {number} {secret}-m {number} {WORDS * 20}"}
+        await road.chat(messages=[system, *rows])
+    await road.chat("other")
+    await road.quiet()
+    assert road.hook.counts["steadied_m"] == 5
+    assert not any(secret in line for line in said())
+    for file in (tmp_path / "state").rglob("*"):
+        assert not file.is_file() or secret.encode() not in file.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["steadied", "Finder.see", "Finder.charge"])
+async def test_a_fault_of_a_rule_or_of_the_finder_fails_no_request(
+    road: Road, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]], name: str
+) -> None:
+    owner, _, attribute = name.rpartition(".")
+    monkeypatch.setattr(getattr(hook_module, owner) if owner else hook_module, attribute, bug)
+    for _ in range(3):
+        assert await road.chat() in ("cold", "resident")
+    assert sum("ZeroDivisionError" in line for line in said()) == 1
+
+
+async def test_a_place_that_changes_again_and_again_is_told_once(road: Road, said: Callable[[], list[str]]) -> None:
+    rows: list[Any] = []
+    for number in range(6):
+        rows += [{"role": "user", "content": f"{number}?"}]
+        system = f"{WORDS} at 10:0{number}:00. {WORDS * 30}"
+        await road.chat(messages=[{"role": "system", "content": system}, *rows])
+        rows += [{"role": "assistant", "content": "yes"}]
+    (line,) = [line for line in said() if "differs in" in line]
+    assert line.startswith("route 'smol': a conversation's message 1 (system) differs in 3 of its requests")
+    assert "(a time)" in line
+    assert "steady: {rules: [times]}" in line
+    assert not any(word in line for word in WORDS.split())
+    assert road.hook.counts == {"unsteady": 1}
+    folder = Path(road.options["state_dir"])
+    for _ in range(100):
+        if read_findings(folder):
+            break
+        await asyncio.sleep(0.01)
+    (found,) = read_findings(folder)
+    assert (found.route, found.role, found.shape, found.times) == ("smol", "system", "a time", 3)
+    assert not any(word in (folder / "unsteady.json").read_text() for word in WORDS.split())
+
+
+async def test_what_a_rule_holds_still_is_not_told(road: Road, said: Callable[[], list[str]]) -> None:
+    steady(road, "times")
+    rows: list[Any] = []
+    for number in range(6):
+        rows += [{"role": "user", "content": f"{number}?"}]
+        await road.chat(messages=[{"role": "system", "content": f"at 10:0{number}:00. {WORDS * 30}"}, *rows])
+        rows += [{"role": "assistant", "content": "yes"}]
+    assert not [line for line in said() if "differs in" in line]
+    assert road.hook.counts["steadied_times"] == 6

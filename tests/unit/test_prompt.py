@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slot_cache import prompt as prompt_module
-from slot_cache.prompt import BLOCK_CHARS, Prompt, fingerprint, shared_blocks, tell_difference
+from slot_cache.prompt import BLOCK_CHARS, Prompt, fingerprint, pieces_of, shared_blocks, tell_difference
 
 Messages = list[tuple[str, list[str]]]
 
@@ -701,3 +701,28 @@ def test_nothing_is_ever_raised(one: dict[str, Any], other: dict[str, Any]) -> N
     assert fingerprint(copy.deepcopy(one)) == last
     assert tell_difference(last, now).isprintable()
     assert 0 <= shared_blocks(last, now) <= min(len(last.chain), len(now.chain))
+
+
+# the beginning
+
+
+def test_the_opening_ends_with_the_first_user_message() -> None:
+    tools = [{"name": "f", "input_schema": {}}]
+    opening = fingerprint(chat(("system", "x" * 300), ("user", "one"), tools=tools)).packed
+    more = chat(("system", "x" * 300), ("user", "one"), ("assistant", "two"), ("user", "three"), tools=tools)
+    assert fingerprint(more).opening == opening
+    assert of(("system", "one"), ("assistant", "two")).opening == of(("system", "one")).packed
+    assert of(("assistant", "two"), ("user", "one")).opening == b""
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["system", "user", "assistant", "tool", "odd"]), st.text(min_size=1)), max_size=6
+    )
+)
+def test_there_are_pieces_for_each_span(messages: list[tuple[str, str]]) -> None:
+    request = chat(*messages)
+    spans = fingerprint(request).spans
+    assert [(role, tuple(map(len, texts))) for role, texts in pieces_of(request)] == [
+        (span.role, span.pieces) for span in spans
+    ]

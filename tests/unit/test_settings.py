@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from slot_cache.settings import ENVIRONMENT, SESSION_HEADERS, Settings, SettingsError, asks_for_it, read_settings
+from slot_cache.steady import CLAUDE_CODE, READY
+from slot_cache.steady_settings import SteadySettings
 
 ROUTE = "my-route"
 
@@ -63,6 +65,7 @@ DEFAULTS: dict[str, Any] = {
     "verify": "fast",
     "state_dir": None,
     "session_headers": ("x-session-id", "x-openwebui-chat-id"),
+    "steady": SteadySettings(claude_code=True, rules=()),
 }
 
 
@@ -340,3 +343,83 @@ def test_a_long_route_is_cut() -> None:
 
 def test_the_values_of_other_options_are_not_told() -> None:
     assert "hidden" not in complaint({"slot": -1, "model": "hidden-name", "save_path": "/hidden"})
+
+
+# steady
+
+
+def rules(raw: object) -> list[str]:
+    return [rule.name for rule in read({"steady": raw}).steady.all_rules]
+
+
+def test_claude_code_s_line_is_the_only_rule_that_is_on_by_default() -> None:
+    assert read(True).steady.all_rules == (CLAUDE_CODE,)
+    assert rules({}) == rules(True) == rules({"claude_code": True}) == rules({"rules": None}) == ["claude_code"]
+    assert rules(False) == rules({"claude_code": False}) == []
+
+
+def test_ready_made_rules_go_by_their_names() -> None:
+    assert read({"steady": {"rules": [*READY]}}).steady.rules == tuple(READY.values())
+    (rule,) = read(
+        {"steady": {"rules": [{"name": "times", "do": "freeze", "for": "1h", "where": ["system", "first_user"]}]}}
+    ).steady.rules
+    assert (rule.pattern, rule.do, rule.seconds) == (READY["times"].pattern, "freeze", 3600.0)
+    assert rule.where == {"system", "first_user"}
+
+
+def test_a_rule_of_one_s_own() -> None:
+    (rule, other) = read(
+        {"steady": {"rules": [{"pattern": "id=[0-9]+", "do": "drop"}, {"name": "b", "pattern": "b", "do": "move"}]}}
+    ).steady.rules
+    assert (rule.name, rule.where, rule.do, rule.seconds) == ("rule1", {"system"}, "drop", None)
+    assert rule.pattern.spans("an id=12.") == [(3, 8)]
+    assert (other.name, other.do) == ("b", "move")
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("session", None), ("90s", 90), ("30m", 1800), ("1.5h", 5400), ("1d", 86400), (60, 60), ("7", 7)],
+)
+def test_how_long_a_text_is_frozen(given: object, seconds: float | None) -> None:
+    rule = {"name": "a", "pattern": "a", "do": "freeze", "for": given}
+    assert read({"steady": {"rules": [rule]}}).steady.rules[0].seconds == seconds
+
+
+OWN = {"name": "mine", "pattern": "a", "do": "freeze"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (7, ("7", "true, false, or a mapping")),
+        ("times", ("'times'", "true, false, or a mapping")),
+        ({"claude": True}, ("'claude'", "claude_code")),
+        ({"claude_code": "yes"}, ("claude_code is 'yes'", "true or false")),
+        ({"rules": "times"}, ("rules is 'times'", "a list")),
+        ({"rules": [{**OWN, "name": f"r{number}"} for number in range(33)]}, ("33 rules", "32 at most")),
+        ({"rules": [7]}, ("rule 1 is 7", "times, uuids, git_status")),
+        ({"rules": ["times", "time"]}, ("rule time", "no pattern", "times, uuids, git_status")),
+        ({"rules": [{**OWN, "pattern": "(a"}]}, ("rule mine", "'(a'", "missing")),
+        ({"rules": [{**OWN, "pattern": "a*"}]}, ("rule mine", "'a*'", "empty")),
+        ({"rules": [{**OWN, "pattern": "(?=a)"}]}, ("rule mine", "cannot be used")),
+        ({"rules": [{**OWN, "pattern": 7}]}, ("rule mine", "pattern is 7")),
+        ({"rules": [OWN, OWN]}, ("rule 'mine'", "another one")),
+        ({"rules": [{**OWN, "name": "claude_code"}]}, ("rule 'claude_code'", "another one")),
+        ({"rules": [{**OWN, "name": "a b"}]}, ("rule 1", "'a b'", "letters")),
+        ({"rules": [{**OWN, "name": "a\n"}]}, ("rule 1", "letters")),
+        ({"rules": [{**OWN, "do": "hide"}]}, ("rule mine", "'hide'", "drop, freeze, move")),
+        ({"rules": [{"pattern": "a"}]}, ("rule rule1", "do is missing")),
+        ({"rules": [{**OWN, "where": "assistant"}]}, ("rule mine", "'assistant'", "system, tools, first_user")),
+        ({"rules": [{**OWN, "where": []}]}, ("rule mine", "where")),
+        ({"rules": [{**OWN, "for": "soon"}]}, ("rule mine", "'soon'", "30m, 1h, 1d")),
+        ({"rules": [{**OWN, "for": True}]}, ("rule mine", "for is True")),
+        ({"rules": [{**OWN, "for": 0}]}, ("rule mine", "for is 0")),
+        ({"rules": [{**OWN, "do": "drop", "for": "1h"}]}, ("rule mine", "freeze")),
+        ({"rules": [{**OWN, "when": "1h"}]}, ("rule mine", "'when'", "name, where, pattern, do, for")),
+    ],
+)
+def test_a_wrong_rule_is_told_by_its_name(raw: object, told: tuple[str, ...]) -> None:
+    message = complaint({"steady": raw})
+    assert message.startswith(f"route {ROUTE!r}: option steady: ")
+    for words in told:
+        assert words in message
