@@ -64,10 +64,11 @@ def text_of(content: Any) -> str:
 
 
 def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-    """The prompt of a conversation. An answer at its end is continued, as llama-server does it."""
+    """The prompt of a conversation. An answer at its end is continued, whatever is asked for, as llama-server does it."""
     tail = ""
-    if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
+    if messages and messages[-1].get("role") == "assistant":
         messages, tail = messages[:-1], text_of(messages[-1].get("content"))
+        add_generation_prompt = True
     turns = "".join(f"<|im_start|>{m.get('role')}\n{text_of(m.get('content'))}<|im_end|>\n" for m in messages)
     return turns + ("<|im_start|>assistant\n" + tail if add_generation_prompt else "")
 

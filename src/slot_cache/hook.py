@@ -497,6 +497,8 @@ class SlotCacheHook(CustomLogger):
         if turn.reported or turn.holds:
             return
         turn.reported, turn.sent = True, None
+        if turn.lease is not None:
+            turn.lease.conversation = None
         if turn.timer is not None:
             turn.timer.cancel()
         reused, computed = turn.usage if turn.usage is not None else ("-", "-")

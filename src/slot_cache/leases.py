@@ -52,9 +52,8 @@ class LeaseOwner(Protocol):
     def ended(self, lease: Lease, ending: Ending, conversation: Conversation | None) -> None:
         """The request has ended."""
 
-    @property
-    def rewinds(self) -> bool:
-        """Whether slots are rewound after their requests."""
+    def rewinds_after(self, lease: Lease) -> bool:
+        """Whether its slot is rewound after the request, or may turn out to have to be."""
 
     def learned(self, lease: Lease, reused: int, computed: int, prefill_seconds: float | None) -> None:
         """What the server reported of it."""
@@ -98,6 +97,8 @@ class Lease:
         self.restored = 0
         self.restored_rewound = False
         self.saved_tokens = 0
+        self.conversation: Conversation | None = None
+        """kept until it is told what the server reused, where that decides whether the slot is rewound"""
         self.done = asyncio.Event()
         self.safe = asyncio.Event()
         self.inside = False
@@ -112,7 +113,7 @@ class Lease:
     @property
     def wants_conversation(self) -> bool:
         """Whether `release` has a use for what the request has said."""
-        return self.active and self._owner.rewinds
+        return self.active and self._owner.rewinds_after(self)
 
     def release(self, ending: Ending, conversation: Conversation | None = None) -> None:
         """Give the slot back; the next waiter has it at once. A plain call that never fails; a second one does nothing."""

@@ -285,10 +285,11 @@ class LlamaServer:
             raise LlamaServerError("nonsense", "POST /apply-template answered without a prompt")
         return prompt
 
-    async def rewind(self, slot: int, text: str) -> tuple[int, int]:
-        """Have the slot hold the tokens of `text` and nothing else. Returns how many of them it had, and how many it computed."""
+    async def rewind(self, slot: int, text: str, seconds: float = 10.0) -> tuple[int, int]:
+        """Have the slot hold the tokens of `text` and nothing else, within `seconds` for what must be computed. Returns how
+        many of them it had, and how many it computed."""
         body = {"prompt": text, "n_predict": 0, "cache_prompt": True, "id_slot": slot, "temperature": 0}
-        told = await self._call("POST", "/completion", SWITCH_SECONDS, json=body)
+        told = await self._call("POST", "/completion", SWITCH_SECONDS + seconds, json=body)
         timings = told.get("timings") if isinstance(told, dict) else None
         had, computed = (timings.get("cache_n"), timings.get("prompt_n")) if isinstance(timings, dict) else (None, None)
         if not isinstance(had, int) or not isinstance(computed, int):
@@ -361,6 +362,7 @@ class LlamaServer:
     ) -> tuple[int, bytes]:
         """Send; go on waiting for the answer while there is a reason to."""
         call = asyncio.ensure_future(self._twice(send))
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
         waited = 0.0
         try:
             while not (await asyncio.wait({call}, timeout=seconds))[0]:

@@ -19,6 +19,9 @@ Render = Callable[[Sequence[Message], bool], Awaitable[str | None]]
 MOST_TRIES = 8
 """So many ends of messages are tried at most."""
 
+WORTH_PART = 0.1
+"""Where the next turn keeps less than this part of the prompt, a rewind is not worth it."""
+
 _MEDIA = frozenset({"image_url", "input_image", "image", "input_audio", "audio", "input_file", "file", "video_url"})
 
 
@@ -40,6 +43,19 @@ class Conversation:
     template: Mapping[str, Any] = field(default_factory=dict, repr=False)
     prompt: str | None = field(default=None, repr=False)
     calls_tools: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where to rewind to.
+
+    Attributes:
+        text: the beginning of the prompt up to there.
+        whole: it is the end of the last message, not of an earlier one that a template keeps as it is.
+    """
+
+    text: str = field(repr=False)
+    whole: bool
 
 
 def conversation_of(request: Mapping[str, Any], calls_tools: bool = False) -> Conversation | None:
@@ -67,7 +83,7 @@ def conversation_of(request: Mapping[str, Any], calls_tools: bool = False) -> Co
     )
 
 
-async def find_point(conversation: Conversation, render: Render) -> str | None:
+async def find_point(conversation: Conversation, render: Render) -> Point | None:
     """The longest beginning of a conversation, up to the end of a message, that its next turn keeps; None if there is none.
 
     What the slot holds is the conversation with the beginning of an answer. What comes next is the same with an answer and
@@ -75,16 +91,18 @@ async def find_point(conversation: Conversation, render: Render) -> str | None:
     of a message is tried, the last one first: its text must be a beginning of both.
     """
     if conversation.prompt is not None:
-        return conversation.prompt
+        return Point(conversation.prompt, True)
     messages = list(conversation.messages)
     now = await render(messages, True)
     then = await render([*messages, *_next(conversation)], False)
     if now is None or then is None:
         return None
+    if not then.startswith(now[: int(WORTH_PART * len(now))]):
+        return None  # the template writes something else each time
     for end in _ends(messages):
         text = await render(messages[:end], False)
         if text and now.startswith(text) and then.startswith(text):
-            return text
+            return Point(text, end == len(messages))
     return None
 
 
@@ -117,10 +135,16 @@ def _some_name(conversation: Conversation) -> str:
 
 
 def _has_media(row: Message) -> bool:
-    content = row.get("content")
-    if not isinstance(content, (list, tuple)):
-        return False
-    return any(isinstance(part, Mapping) and part.get("type") in _MEDIA for part in content)
+    return any(_is_media(part) for name in ("content", "output") for part in _parts(row.get(name)))
+
+
+def _is_media(part: Message) -> bool:
+    kind = part.get("type")
+    return (isinstance(kind, str) and kind in _MEDIA) or any(_is_media(inner) for inner in _parts(part.get("content")))
+
+
+def _parts(content: object) -> list[Message]:
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, (list, tuple)) else []
 
 
 def _chat_tool(tool: Any) -> Any:
@@ -158,6 +182,8 @@ def _chat_messages(request: Mapping[str, Any]) -> list[Message] | None:
                 found.append({"role": "assistant", "content": ""})
             found[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
+            if _has_media(row):
+                return [row]
             output = row.get("output")
             text = output if isinstance(output, str) else _text(output) or json.dumps(output)
             found.append({"role": "tool", "tool_call_id": row.get("call_id"), "content": text})

@@ -33,10 +33,18 @@ PLAIN, REWIND, TRIAL = "plain", "rewind", "trial"
 """What a model is like: its restores are reused; or only those of slots that were rewound; or that is to be found out."""
 
 REWIND_PART = 0.1
-REWIND_FREE_TOKENS = 600
+CHECKPOINT_REACH = 2100
 """A rewind that computes more than this part of the prompt, and more than so many tokens, is not worth it. The server keeps
-its last context checkpoints 4 and 516 tokens before the end of a prompt (with its default batch of 512), so up to so many
-are computed where all is as it should be."""
+its last context checkpoints 4 and 4 + n_ubatch (516 by default, at most the batch of 2048) tokens before the end of a prompt,
+so up to so many are computed where all is as it should be."""
+
+SHORT_TOKENS = 600
+SHORT_IN_A_ROW = 8
+"""Shorter prompts may have no checkpoint to go back to; but where so many in a row of more than `SHORT_TOKENS` had none, there
+are none."""
+
+UNKNOWN_PREFILL_RATE = 200.0
+"""Tokens per second, before it is known what the server prefills: that of a slow one."""
 
 REMEMBERED = 1000
 """Of so many routes it is remembered how large a token is, and of so many caches that the server refused to restore them;
@@ -80,6 +88,7 @@ class SlotActions:
         self._off_until = float("-inf")
         self._bytes_per_token: OrderedDict[str, float] = OrderedDict()
         self._useless: Counter[str] = Counter()
+        self._had_none: Counter[str] = Counter()
         self._kinds: dict[str, str] = {}
         self._recalled: OrderedDict[str, None] = OrderedDict()
         self._stopped: dict[str, str] = {}
@@ -124,6 +133,7 @@ class SlotActions:
         """The server was started again, perhaps with other flags: what did not help may help now."""
         self._stopped.clear()
         self._useless.clear()
+        self._had_none.clear()
         self._off_until = float("-inf")
 
     def fault(self, error: LlamaServerError) -> None:
@@ -297,7 +307,8 @@ class SlotActions:
 
         The first one that did not starts a lesson: from then on slots are rewound before they are saved, and what was not
         is not restored. If that does not help either, or a model that was known does not behave as it did, its caches are
-        neither saved nor restored any more.
+        neither saved nor restored any more. Where the prompt repeats all that was restored, every model reuses all of it: only
+        one that reuses a part is surely plain.
 
         Returns:
             what has been learned for good just now (`plain` or `rewind`), else "".
@@ -309,7 +320,7 @@ class SlotActions:
             self._useless[identity.model] = 0
             if kind == TRIAL and rewound:
                 return self._learn_kind(identity, REWIND)
-            return self._learn_kind(identity, PLAIN) if kind == "" and reused >= restored / 2 else ""
+            return self._learn_kind(identity, PLAIN) if kind == "" and restored / 2 <= reused < restored else ""
         self.counts["useless restores"] += 1
         if kind == "":
             self._kinds[identity.kind_key] = TRIAL
@@ -367,15 +378,34 @@ class SlotActions:
         """Whether slots are rewound before they are saved."""
         return identity is not None and self.kind(identity) in (TRIAL, REWIND) and identity.model not in self._stopped
 
-    def rewound(self, identity: Identity, had: int, computed: int) -> None:
-        """Note what a rewind has cost: tokens of the text that the slot had, and that were computed."""
+    def rewind_seconds(self, tokens: int, whole: bool) -> float:
+        """How long a rewind of a slot with so many tokens may compute, to its last message's end (`whole`) or an earlier one."""
+        most = max(CHECKPOINT_REACH, REWIND_PART * tokens if whole else tokens)
+        return 2 * most / (self.prefill_rate or UNKNOWN_PREFILL_RATE)
+
+    def rewound(self, identity: Identity, had: int, computed: int, whole: bool = True) -> None:
+        """Note what a rewind has cost: tokens of the text that the slot had, and that were computed. One to an earlier message
+        than the last may cost much where its checkpoint is gone; the next turn would have to compute as much."""
         self.counts["rewinds"] += 1
-        if computed > REWIND_FREE_TOKENS and computed > REWIND_PART * (had + computed):
-            self._stop(
-                identity,
-                f"a rewind computed {computed} of {had + computed} tokens: the server keeps no context checkpoints "
-                "(--ctx-checkpoints 0?), so that this model's saves are of no use",
-            )
+        if not whole:
+            return
+        short = had == 0 and computed > SHORT_TOKENS
+        self._had_none[identity.model] = self._had_none[identity.model] + 1 if short else 0
+        most = max(CHECKPOINT_REACH, REWIND_PART * (had + computed))
+        if computed > most or self._had_none[identity.model] >= SHORT_IN_A_ROW:
+            self._stop_rewinding(identity, f"a rewind computed {computed} of {had + computed} tokens")
+
+    def rewind_too_slow(self, identity: Identity, seconds: float, whole: bool) -> None:
+        """Note that a rewind was given up, while the server was alive."""
+        self.counts["rewinds"] += 1
+        if whole:
+            self._stop_rewinding(identity, f"a rewind took longer than {seconds:.0f} s")
+
+    def _stop_rewinding(self, identity: Identity, what: str) -> None:
+        self._stop(
+            identity,
+            f"{what}: the server keeps no context checkpoints (--ctx-checkpoints 0?), so that this model's saves are of no use",
+        )
 
     def stopped(self) -> list[str]:
         """The fingerprints of the models whose restores do not help."""

@@ -281,8 +281,14 @@ class SlotSwitcher:
 
     @property
     def rewinds(self) -> bool:
-        """As `LeaseOwner` says."""
+        """Whether slots are rewound after their requests."""
         return self.actions.needs_rewind(self._identity)
+
+    def rewinds_after(self, lease: Lease) -> bool:
+        """As `LeaseOwner` says."""
+        return self.rewinds or (
+            lease.restored > 0 and lease.identity is not None and not self.actions.kind(lease.identity)
+        )
 
     def learned(self, lease: Lease, reused: int, computed: int, prefill_seconds: float | None) -> None:
         """As `LeaseOwner` says."""
@@ -293,6 +299,12 @@ class SlotSwitcher:
             lease.restored = 0
             if learned:
                 self._task(self._index.call(self._index.index.put_kind, lease.identity.kind_key, learned))
+        conversation, lease.conversation = lease.conversation, None
+        slot = lease.place
+        if conversation is not None and self.rewinds and slot.resident is not None and slot.resident.key == lease.key:
+            hold = self._hold_of(slot)
+            if slot.lease is None and not slot.yielding and self._queue.try_take(hold):
+                self._task(self._rewind(slot, hold, conversation, lease.idle_seconds))
 
     # who has which slot
 
@@ -320,11 +332,14 @@ class SlotSwitcher:
             slot.perhaps_busy = ending is Ending.BROKEN
             slot.requests, slot.last = slot.requests + 1, lease.granted.outcome
         slot.idle_tries = 0
-        if conversation is not None and ending is Ending.ANSWERED and slot.resident is not None and self.rewinds:
-            hold = slot.lease = self._hold_of(slot)
-            slot.epoch += 1
-            self._task(self._rewind(slot, hold, conversation, lease.idle_seconds))
-            return
+        if conversation is not None and ending is Ending.ANSWERED and slot.resident is not None:
+            if self.rewinds:
+                hold = slot.lease = self._hold_of(slot)
+                slot.epoch += 1
+                self._task(self._rewind(slot, hold, conversation, lease.idle_seconds))
+                return
+            if lease.restored:
+                lease.conversation = conversation
         sent = ending is not Ending.UNSENT
         self._free(slot, lambda: self._settle(slot, slot.epoch, lease.idle_seconds, sent))
 
@@ -420,11 +435,17 @@ class SlotSwitcher:
                     raise
                 return None  # the template has no words for it
 
-        text = await find_point(conversation, render)
-        if text is None:
+        point = await find_point(conversation, render)
+        if point is None:
             return
-        had, computed = await self.server.rewind(slot.number, text)
-        self.actions.rewound(identity, had, computed)
+        seconds = self.actions.rewind_seconds(reading.tokens, point.whole)
+        try:
+            had, computed = await self.server.rewind(slot.number, point.text, seconds)
+        except LlamaServerError as error:
+            if error.fault == "timeout" and await self.server.alive():
+                self.actions.rewind_too_slow(identity, seconds, point.whole)
+            raise
+        self.actions.rewound(identity, had, computed, point.whole)
         reading = await self._look(slot.number)
         if reading.task is not None and not reading.processing:
             mark = Mark(reading.task, reading.tokens)

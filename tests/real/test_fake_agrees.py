@@ -303,6 +303,13 @@ async def test_models_that_cannot_be_rewound(
         await p.act("erase", look=False)
         await p.chat("several batches", "long " * 700, n=8)
         await p.chat("rewound", "long " * 700, n=0, add_generation_prompt=False, n_predict=0)
+        await p.chat("several batches again", "long " * 700, n=8)
+        for step, said in {"a question": turns("long " * 700), "an answer at the end": turns("hello", "yes")}.items():
+            for begins in (True, False):
+                body = {"messages": said, "add_generation_prompt": begins}
+                rendered = (await p.post("/apply-template", body)).json()
+                p.note(f"the template, {step}, {begins}", rendered)
+                await p.text(f"rewound to {step}, {begins}", rendered["prompt"], n=0)
 
     fake = fake_of(tmp_path, reuse=model, checkpoints_in_file=True)
     # sizes are those of the dense model: of the answers to a save and a restore only the counts are compared here

@@ -31,6 +31,7 @@ from slot_cache.leases import Lease, Slot, Which
 from slot_cache.llama_server import LlamaServer
 from slot_cache.prompt import fingerprint
 from slot_cache.request import route_tag
+from slot_cache.rewind import Conversation
 from slot_cache.state import Ending, Outcome, Resident, Want
 from slot_cache.switcher import SlotSwitcher
 
@@ -46,6 +47,7 @@ DOWN_SECONDS = 1.0
 """A server that is replaced by one with another model is not there for at least so long."""
 
 MIN_TOKENS = 16
+ANSWER_BEGINS = tokenize("<|im_start|>assistant\n")
 PREFILL, DECODE, SWITCH = 0.0005, 0.01, 0.02
 
 Message = Mapping[str, str]
@@ -500,14 +502,17 @@ class World:
                 asked.answered, asked.managed = True, managed
                 ending = Ending.ANSWERED
                 if session is not None:
-                    session.messages = [*messages, {"role": "assistant", "content": text}]
+                    # of a recurrent model a prompt that repeats the answer would continue all of a file
+                    kept = "So it is." if self.fake.reuse == "hybrid" else text
+                    session.messages = [*messages, {"role": "assistant", "content": kept}]
         finally:
             if not worker.dead:
                 self.in_use.get(lease.slot, set()).discard(client)
                 if client.vanishes:
                     self.vanished.add(lease)
                 else:
-                    lease.release(ending)
+                    wanted = ending is Ending.ANSWERED and session is not None and lease.wants_conversation
+                    lease.release(ending, Conversation(tuple(messages)) if wanted else None)
 
     def _want(self, session: Session | None, route: Route, owner: str, messages: list[Message]) -> Want:
         if session is None:
@@ -612,6 +617,8 @@ class World:
         """A worker gets an answer."""
         if url.path == "/props":
             self.props(answer)
+        if url.path == "/completion":
+            self.count("rewinds")
         if url.params.get("action") == "restore":
             name = json.loads(body)["filename"]
             try:
@@ -681,6 +688,8 @@ class World:
         )
 
     def _is_all_of(self, asked: Asked, tokens: tuple[int, ...]) -> bool:
+        if asked.answered and tokens == asked.prompt[: -len(ANSWER_BEGINS)]:
+            return True  # rewound
         return asked.answered and len(tokens) == len(asked.prompt) + asked.n_predict - 1 and self._begins(asked, tokens)
 
     # after every step

@@ -825,18 +825,18 @@ async def test_a_broken_request_that_came_far_is_saved(desk: Desk) -> None:
     assert desk.saved_text("a") == a.prompt[:-1]
 
 
-async def test_restores_that_do_not_help_are_given_up(desk: Desk) -> None:
+async def test_what_was_not_rewound_is_left_alone_after_a_restore_that_did_not_help(desk: Desk) -> None:
     a, b = Talk(desk, "a"), Talk(desk, "b")
     await a.turn()
     await b.turn()
-    for talk in (a, b):
-        lease = await got(desk.acquire(talk.name))
-        assert lease.granted.outcome is RESTORED
-        await talk.ask(lease)
-        lease.learn(0, 500)
-        lease.release(ANSWERED)
+    lease = await got(desk.acquire("a"))
+    assert lease.granted.outcome is RESTORED
+    await a.ask(lease)
+    lease.learn(0, 500)
+    lease.release(ANSWERED)
     await desk.quiet()
     with desk.calls() as calls:
+        assert await b.turn() is COLD
         assert await a.turn() is COLD
     assert not SWITCHES & set(calls)
 
