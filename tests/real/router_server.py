@@ -111,6 +111,13 @@ class ModelServer:
             self.stop()
             raise
 
+    def kill(self) -> None:
+        """End it at once (kill -9). `start` starts it again at the same port."""
+        assert self._child is not None
+        os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+        self._child = None
+
     def stop(self) -> None:
         """End it and its models."""
         if self._child is not None:
