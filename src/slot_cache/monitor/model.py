@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from slot_cache.llama_server import same_server_key, shown_url
 from slot_cache.monitor import logs
+from slot_cache.monitor.text import clean
 
 MOST_SERVERS = 32
 MOST_SLOTS = 256
@@ -195,6 +196,8 @@ class Dashboard:
     """All of it. Times (`now`) are seconds of the epoch and come from outside."""
 
     def __init__(self, log_server: str | None = None) -> None:
+        self.streaming = False
+        """Whether the plugin's events are told by themselves; else they are seen in what has changed in its status."""
         self.servers: dict[tuple[str, str], ServerView] = {}
         self.sources: dict[str, SourceView] = {}
         self.events: deque[Happening] = deque(maxlen=MOST_EVENTS)
@@ -234,7 +237,7 @@ class Dashboard:
 
     def happened(self, at: float | None, kind: Kind, text: str, slot: SlotView | None = None) -> None:
         """Note an event, in the history of a slot too."""
-        entry = Happening(at, kind, text[:400])
+        entry = Happening(at, kind, clean(text[:400]))
         self.events.append(entry)
         if slot is not None:
             slot.history.append(entry)
@@ -452,7 +455,7 @@ class Dashboard:
 
     def status(self, told: Mapping[str, Any], now: float) -> None:
         """The answer of the plugin's /slot-cache/status. Unknown and malformed parts are left out."""
-        first = self._worker != told.get("worker")  # another worker's counts are other counts
+        first = self.streaming or self._worker != told.get("worker")  # another worker's counts are other counts
         self._worker = told.get("worker")
         servers = _objects(told.get("servers"))
         for entry in servers:
@@ -464,6 +467,53 @@ class Dashboard:
         totals = told.get("totals")
         if isinstance(totals, dict):
             self._totals(totals, now, first=first)
+
+    def plugin_event(self, told: Mapping[str, Any], now: float) -> None:
+        """An event of the plugin's stream."""
+        kind, number = _text(told.get("kind")), _whole(told.get("slot"))
+        at = _number(told.get("at")) or now
+        who = short(_text(told.get("session")) or _text(told.get("key"))) or "no session"
+        address, words = _text(told.get("server")), _text(told.get("words"))
+        slot = self._slot_of(address, number)
+        where = "" if number is None else f"slot {number}: "
+        tokens, size, seconds = _whole(told.get("tokens")), _whole(told.get("bytes")), _number(told.get("seconds"))
+        amounts = [f"{tokens:,} tokens"] if tokens is not None else []
+        amounts += [f"{size / 1e6:,.1f} MB"] if size is not None else []
+        amounts += [f"{seconds * 1000:,.1f} ms"] if seconds is not None else []
+        if kind in ("save", "restore"):
+            done: Kind = "save" if kind == "save" else "restore"
+            self.happened(at, done, f"{where}{kind}d {who}: {', '.join(amounts)}", slot)
+        elif kind == "switch":
+            waited = f", waited {seconds * 1000:,.0f} ms" if seconds else ""
+            self.happened(at, "switch", f"{where}{who}{waited}{_after(words)}", slot)
+        elif kind == "request":
+            outcome, cause = _text(told.get("outcome")) or "-", _text(told.get("cause"))
+            counts = [
+                f"{name} {count:,}" for name in ("reused", "computed") if (count := _whole(told.get(name))) is not None
+            ]
+            ended: Kind = "why" if cause else "miss" if outcome == "cold" else "request"
+            self.happened(at, ended, f"{where}{who} {', '.join([outcome, *counts])}{_after(words)}", slot)
+        elif kind == "evict":
+            self.happened(at, "evict", f"deleted {who}: {', '.join(amounts)}{_after(words)}")
+        elif kind == "erase":
+            self.happened(at, "evict", f"{where}erased{_after(words)}", slot)
+        elif kind in ("restart", "load", "unload"):
+            done_so = {"restart": "was started again", "load": "is loaded", "unload": "is unloaded"}[kind]
+            self.happened(at, "server", f"{address or 'the server'} {done_so}{_after(words)}")
+        elif kind == "fault":
+            self.happened(at, "warning", words or _text(told.get("cause")) or "a fault")
+
+    def _slot_of(self, address: str | None, number: int | None) -> SlotView | None:
+        """The slot that an event of the plugin is about: by its address, else of the only server there is."""
+        if number is None:
+            return None
+        named = [server for server in self.servers.values() if address and server.address == address.split(" ")[0]]
+        if address and " " in address:
+            named = [server for server in named if server.model == address.partition(" ")[2]]
+        for server in named or (list(self.servers.values()) if len(self.servers) == 1 else []):
+            if number in server.slots:
+                return server.slots[number]
+        return None
 
     def _matching(self, address: str, entry: Mapping[str, Any], servers: int) -> ServerView:
         """The server of the status; the one that is asked itself if the proxy knows it by another address."""
@@ -549,7 +599,7 @@ class Dashboard:
             )
         self.routes = tuple(routes[:MOST_SERVERS])
         current = {(cache.route, cache.key): cache for route in self.routes for cache in route.caches}
-        if self._caches is not None:
+        if self._caches is not None and not self.streaming:
             self._changes(self._caches, current, now)
         self._caches = current
         self._status_at = _number(told.get("now")) or now
@@ -573,7 +623,7 @@ class Dashboard:
     def _recomputed(self, told: Mapping[str, Any], now: float) -> None:
         entries = [(_number(entry.get("at")), entry) for entry in _objects(told.get("recomputed"))]
         newest = max((at for at, _ in entries if at is not None), default=0.0)
-        if self._told is not None:
+        if self._told is not None and not self.streaming:
             for at, entry in reversed(entries):
                 if at is not None and at > self._told:
                     self._why(entry, at)
@@ -617,6 +667,10 @@ def short(name: str | None) -> str:
         return ""
     digits = name.rpartition("_")[2]
     return digits[:8] if len(digits) == 32 else name[:16]
+
+
+def _after(words: str | None) -> str:
+    return f"; {words}" if words else ""
 
 
 def _rate(timing: logs.Timing) -> str:

@@ -36,6 +36,9 @@ PATIENCE_SECONDS = 120.0
 
 CONNECT_SECONDS = 3.0
 PROPS_SECONDS = 5.0
+STREAM_SECONDS = 60.0
+"""A stream of events that is silent for so long is opened anew."""
+
 MOST_BYTES = 16 * 2**20
 LINE_BYTES = 64 * 1024
 """What is longer than that is no line of llama-server; its rest is skipped."""
@@ -60,20 +63,18 @@ class SourceError(ValueError):
 
 @dataclass
 class Pace:
-    """How often a source may look, and whether at all. Changed by the keys while it runs."""
+    """How often a source may look, in seconds. Changed by the keys while it runs."""
 
     seconds: float = 1.0
-    paused: bool = False
 
 
 def backoff(failures: int) -> float:
     """Seconds to wait after so many failures in a row: longer each time, and not the same for all."""
-    return min(FIRST_BACKOFF * 2 ** min(failures, 10), MOST_BACKOFF) * random.uniform(0.8, 1.2)
+    seconds: float = min(FIRST_BACKOFF * 2.0 ** min(failures, 10), MOST_BACKOFF)
+    return seconds * random.uniform(0.8, 1.2)
 
 
-async def forever(
-    name: str, board: Dashboard, attempt: Callable[[Callable[[], None]], Awaitable[None]]
-) -> None:  # pragma: no branch
+async def forever(name: str, board: Dashboard, attempt: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
     """Run `attempt` again and again. It calls what it is given when it has heard from the source, and raises when that is away."""
     failures = 0
 
@@ -174,10 +175,8 @@ class ServerSource:
     async def _attempt(self, heard: Callable[[], None]) -> None:
         async with open_client(self._base_url, self._key) as client:
             while True:
-                busy = False
-                if not self._pace.paused:
-                    busy = await self.look(client)
-                    heard()
+                busy = await self.look(client)
+                heard()
                 await asyncio.sleep(max(self._pace.seconds, BUSY_SECONDS) if busy else self._pace.seconds)
 
     async def look(self, client: httpx.AsyncClient) -> bool:
@@ -227,7 +226,7 @@ class ServerSource:
 
 
 class PluginSource:
-    """The plugin's status in a LiteLLM proxy: its stream of events, and /slot-cache/status where there is no stream."""
+    """The plugin in a LiteLLM proxy: its status, looked at again and again, and what its stream of events tells at once."""
 
     name = "proxy"
 
@@ -235,7 +234,12 @@ class PluginSource:
         self._board, self._base_url, self._key, self._pace = board, base_url, key, pace
 
     async def run(self) -> None:
-        await forever(self.name, self._board, self._attempt)
+        """Go on for ever."""
+        stream = asyncio.ensure_future(self._listen())
+        try:
+            await forever(self.name, self._board, self._attempt)
+        finally:
+            stream.cancel()
 
     async def once(self) -> None:
         """Look once. Raises."""
@@ -247,38 +251,39 @@ class PluginSource:
 
     async def _attempt(self, heard: Callable[[], None]) -> None:
         async with open_client(self._base_url, self._key) as client:
-            await self._status(client)
-            heard()
-            try:
-                await self._stream(client, heard)
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code not in (404, 405, 501):
-                    raise
             while True:
-                await asyncio.sleep(self._pace.seconds)
-                if not self._pace.paused:
-                    await self._status(client)
-                    heard()
-
-    async def _stream(self, client: httpx.AsyncClient, heard: Callable[[], None]) -> None:
-        """Follow the events until they end. A stream that is silent for long is opened anew."""
-        timeout = httpx.Timeout(60.0, connect=CONNECT_SECONDS)
-        async with client.stream("GET", "/slot-cache/events", timeout=timeout) as response:
-            if response.status_code != 200:
-                raise httpx.HTTPStatusError("", request=response.request, response=response)
-            async for kind, data in server_sent(response.aiter_bytes()):
-                if not self._pace.paused:
-                    self._event(kind, data)
+                await self._status(client)
                 heard()
-        raise SourceError("the stream has ended")
+                await asyncio.sleep(self._pace.seconds)
+
+    async def _listen(self) -> None:
+        """Follow the events. Without them the dashboard sees for itself what has changed in the status."""
+        failures = 0
+        while True:
+            with contextlib.suppress(Exception):  # what is the matter with the proxy is told by the other one
+                async with open_client(self._base_url, self._key) as client:
+                    timeout = httpx.Timeout(STREAM_SECONDS, connect=CONNECT_SECONDS)
+                    async with client.stream("GET", "/slot-cache/events", timeout=timeout) as response:
+                        if response.status_code == 200:
+                            self._board.streaming = True
+                            failures = 0
+                            async for kind, data in server_sent(response.aiter_bytes()):
+                                self._event(kind, data)
+            self._board.streaming = False
+            await asyncio.sleep(backoff(failures))
+            failures += 1
 
     def _event(self, kind: str, data: str) -> None:
         try:
             told = json.loads(data)
         except (ValueError, RecursionError):
             return
-        if isinstance(told, dict) and isinstance(told.get("servers"), list):
+        if not isinstance(told, dict):
+            return
+        if isinstance(told.get("servers"), list):
             self._board.status(told, time.time())
+        else:
+            self._board.plugin_event({"kind": kind, **told}, time.time())
 
 
 async def server_sent(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, str]]:
