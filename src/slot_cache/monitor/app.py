@@ -55,6 +55,8 @@ class Monitor:
             self.sources.append(log_source(self.board, options.log))
         if options.proxy is not None:
             self.sources.append(PluginSource(self.board, options.proxy, options.key, self.pace))
+        for source in self.sources:
+            self.board.source(source.name, None, "", time.time())
         self.look = Look(rate=options.rate)
         self._frozen: Dashboard | None = None
         self._changed = asyncio.Event()
@@ -190,10 +192,11 @@ def _size(fd: int) -> tuple[int, int]:
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    waiting = list(tasks)
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
+    waiting = set(tasks)
+    while waiting:  # one may be lost in a library
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=0.5)
 
 
 def snapshot(board: Dashboard, now: float) -> dict[str, Any]:

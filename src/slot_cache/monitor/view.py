@@ -103,6 +103,8 @@ class Screen:
             if number:
                 yield Segment.line()
             yield from line.render(console)
+        if not self._fill:
+            yield Segment.line()
 
 
 def render(board: Dashboard, look: Look, now: float, width: int, height: int) -> list[Text]:
@@ -139,7 +141,7 @@ def _header(board: Dashboard, look: Look, now: float, width: int) -> list[Text]:
     if look.paused:
         line.append("  PAUSED", style="bold reverse")
     clock = time.strftime("%H:%M:%S", time.localtime(now))
-    right = f"every {look.rate:g} s  {clock}" if width >= 60 else clock
+    right = f"every {look.rate:g} s  {clock}" if width >= 60 and look.keys else clock
     lines = [_justified(line, right, width)]
     slots = [slot for server in board.shown for slot in server.slots.values()]
     parts = [f"{len(slots)} slots, {sum(slot.busy for slot in slots)} busy, {board.waiting} waiting"]
@@ -175,7 +177,8 @@ def _slots(board: Dashboard, look: Look, width: int, room: int) -> list[Text]:
     if beside:
         title.append(" text")
     several = len(servers) > 1
-    per_slot = 1 if beside or len(rows) * 2 + len(servers) + 4 > room else 2
+    silent = not any(slot.text for _, slot in rows)
+    per_slot = 1 if beside or silent or len(rows) * 2 + len(servers) + 4 > room else 2
     most = max(room - 1, 1)
     blocks: list[list[Text]] = []
     for number, (server, slot) in enumerate(rows):
