@@ -28,7 +28,9 @@ from slot_cache.rewind import Conversation, calls_tools, conversation_of
 from slot_cache.router import RouterTracker, limit_of
 from slot_cache.settings import Settings, SettingsError, asks_for_it, read_settings
 from slot_cache.state import Ending, Outcome, Want
+from slot_cache.status import Status, build_status
 from slot_cache.switcher import Lease, SlotSwitcher
+from slot_cache.tally import Tally
 
 MANAGED_CALLS = frozenset({"acompletion", "atext_completion", "anthropic_messages", "aresponses"})
 
@@ -103,6 +105,7 @@ class SlotCacheHook(CustomLogger):
         self._settings: dict[tuple[str, str], Settings | None] = {}
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._tally = Tally()
 
     async def aclose(self) -> None:
         """End all background work and close the connections to the servers."""
@@ -112,6 +115,22 @@ class SlotCacheHook(CustomLogger):
             await router.aclose()
         if self._index is not None:
             self._index.close()
+
+    async def status(self) -> Status:
+        """What `GET /slot-cache/status` answers. Asks no server."""
+
+        def messages(key: str) -> int | None:
+            prompt = self._prompts.get(key)
+            return None if prompt is None else len(prompt.spans)
+
+        return await build_status(
+            switchers=self._switchers,
+            routers=self._routers,
+            folders=self._folders.values(),
+            index=self._index,
+            tally=self._tally,
+            messages=messages,
+        )
 
     # LiteLLM's hooks. LiteLLM looks for some of them in this very class and passes most arguments by name.
 

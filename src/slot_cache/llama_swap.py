@@ -48,6 +48,7 @@ class SwapTracker:
         self._clock = clock
         self._switchers: dict[str, SlotSwitcher] = {}
         self._swapping = asyncio.Lock()
+        self._running: list[str] = []
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]
         self._swap_lock = SlotLock(lock_folder, f"{digest}-swap")
 
@@ -55,6 +56,11 @@ class SwapTracker:
     def switchers(self) -> dict[str, SlotSwitcher]:
         """The models that were asked for, and their slots."""
         return self._switchers
+
+    @property
+    def loaded(self) -> list[str]:
+        """The models that ran when llama-swap was last asked."""
+        return self._running
 
     async def canonical(self, model: str) -> str:
         """The model's name. llama-swap knows its aliases itself; two names for one model are two models here."""
@@ -82,7 +88,8 @@ class SwapTracker:
 
     async def is_running(self, model: str) -> bool:
         """Whether the model's server runs. Asking does not start it."""
-        return model in await self.server.running()
+        self._running = sorted(await self.server.running())
+        return model in self._running
 
     async def ready(self, model: str, deadline: float, abandoned: Callable[[], bool]) -> None:
         """Return when the model runs; what may be stopped for it is saved first. As `RouterTracker.ready`."""

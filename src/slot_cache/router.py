@@ -104,6 +104,11 @@ class RouterTracker:
         """The models that were asked for, and their slots."""
         return self._switchers
 
+    @property
+    def loaded(self) -> list[str]:
+        """The models that are loaded, as far as this process knows without asking; the one used last comes last."""
+        return sorted(self._loaded, key=lambda model: self._uses.get(model, 0.0))
+
     async def canonical(self, model: str) -> str:
         """The router's own name for a model, which may have been asked for by another.
 

@@ -167,6 +167,24 @@ class SlotSwitcher:
         """How many requests of this process wait: for this slot too, or for any."""
         return self._queue.waiting(None if slot is None else self._queue.slot(slot))
 
+    def waiters(self) -> list[tuple[Lease, float]]:
+        """The requests of this process that wait, in the order in which they came, and for how many seconds."""
+        return [(lease, self._clock() - since) for lease, since in self._queue.waiters()]
+
+    def ago(self, moment: float) -> float:
+        """Seconds since a moment on the switcher's clock."""
+        return self._clock() - moment
+
+    @property
+    def identity(self) -> Identity | None:
+        """The server's model, as it was last told."""
+        return self._identity
+
+    @property
+    def count(self) -> int | None:
+        """How many slots the server has, None until that is known."""
+        return self._queue.count
+
     def scores(self) -> dict[int, float]:
         """What losing the cache in each slot would cost, by its number (`eviction.slot_score`)."""
         return {number: self._score(slot) for number, slot in self.slots.items()}
@@ -293,6 +311,7 @@ class SlotSwitcher:
             slot.home = lease.folder
             slot.empty, slot.seen_idle = False, None
             slot.perhaps_busy = ending is Ending.BROKEN
+            slot.requests, slot.last = slot.requests + 1, lease.granted.outcome
         slot.idle_tries = 0
         if conversation is not None and ending is Ending.ANSWERED and slot.resident is not None and self.rewinds:
             hold = slot.lease = self._hold_of(slot)
@@ -832,6 +851,7 @@ class SlotSwitcher:
         self._newest = max((reading.task for reading in readings if reading.task is not None), default=-1)
         for reading in readings:
             slot = self._queue.slot(reading.id)
+            slot.reading = reading
             known = before.get(reading.id) == (slot.epoch, slot.resident)
             if reading.id != but and known and slot.lease is None and not slot.yielding:
                 self._note(slot, reading)
