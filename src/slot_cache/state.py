@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -46,7 +46,7 @@ class SlotReading:
     task: int | None
     tokens: int
     remaining: int | None = None
-    context: int = 0
+    context: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
