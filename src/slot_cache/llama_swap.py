@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slot_cache import report
+from slot_cache.events import Event
 from slot_cache.index import IndexThread
 from slot_cache.llama_server import LlamaServer, LlamaServerError
 from slot_cache.locks import SlotLock
@@ -30,6 +31,7 @@ class SwapTracker:
         name: its name in the index and for locks.
         lock_folder: as for `SlotSwitcher`.
         clock: seconds, for waits.
+        tell: is told what happens.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class SwapTracker:
         name: str,
         lock_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.server = server
+        self._tell = tell
         self._index = index
         self._name = name
         self._lock_folder = lock_folder
@@ -77,6 +81,7 @@ class SwapTracker:
                 lock_folder=self._lock_folder,
                 clock=self._clock,
                 host=_Host(self, model),
+                tell=self._tell,
             )
         return found
 
@@ -117,6 +122,7 @@ class SwapTracker:
                     return False
                 taken.append((other, vacated))
             report.info("%s start %s", self.server.shown, report.shown(model))
+            self._tell(Event("load", server=self.server.shown, words=report.shown(model)))
             await self._start(model)
             running = set(await self.server.running())
             return True

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slot_cache import report
+from slot_cache.events import Event
 from slot_cache.eviction import slot_score
 from slot_cache.folder import CacheFolder, tag_of
+from slot_cache.gone import Gone
 from slot_cache.index import IndexThread, SlotRow
 from slot_cache.leases import Granted, Lease, LeaseQueue, NoTurnError, Slot, Which, of_keys
 from slot_cache.llama_server import LlamaServer, LlamaServerError
@@ -104,8 +106,10 @@ class SlotSwitcher:
         lock_folder: the folder of the locks between processes; None: there is no other process.
         clock: seconds, for waits.
         host: what loads the server's model, if it is one of a router.
+        tell: is told what happens.
 
     Attributes:
+        gone: what became of caches that are not there any more.
         role_known: the server has said that it is no router.
     """
 
@@ -118,8 +122,11 @@ class SlotSwitcher:
         lock_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         host: Host | None = None,
+        tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.server = server
+        self.gone = Gone()
+        self._tell = tell
         self.name = name
         self.role_known = False
         self._index = index
@@ -127,7 +134,7 @@ class SlotSwitcher:
         self._clock = clock
         self._host = host
         self._once = report.Once()
-        self.actions = SlotActions(server, self._once, clock)
+        self.actions = SlotActions(server, self._once, clock, tell)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loose: dict[Lease, float] = {}
         self._identity: Identity | None = None
@@ -819,6 +826,8 @@ class SlotSwitcher:
         """What a look tells of an idle slot."""
         before = slot.resident
         found, slot.resident = judge(before, reading)
+        if slot.resident is None:
+            self.gone.lost(before, found)
         slot.empty = slot.resident is None and (reading.task is None or reading.tokens == 0)
         mark = before.mark if before is not None else None
         untouched = mark is not None and mark.tokens > 0 and mark.task == reading.task
@@ -831,6 +840,7 @@ class SlotSwitcher:
                 self.server.shown,
                 slot.number,
             )
+            self._tell(Event("restart", server=self.server.shown, slot=slot.number))
             self.actions.restarted()
             self._identity = None
             self._clears = None
@@ -893,11 +903,14 @@ class SlotSwitcher:
             and resident.model
             and (resident.model, resident.boot) != (identity.model, identity.boot)
         ):
+            self.gone.lost(resident, Found.RESTARTED)
             slot.resident = None
         return identity
 
     async def _look_up(self, key: str, identity: Identity, folder: CacheFolder) -> Saved | None:
         found = await folder.look_up(key, identity.model)
+        if found.problem in ("damaged", "other model"):
+            self.gone.note(key, found.problem)
         if found.problem == "damaged":
             self.actions.counts["damaged files"] += 1
             report.logger.warning("slot-cache: delete %s: the file is not what was saved", key)
@@ -919,7 +932,9 @@ class SlotSwitcher:
             return False
         after = await self.actions.save(slot.number, resident, folder)
         if after is None:
+            self.gone.note(resident.key, "save failed")
             return False
+        self.gone.back(resident.key)
         slot.resident = after
         self._task(self._tidy(folder, protected | {resident.key}))
         return True
@@ -959,6 +974,17 @@ class SlotSwitcher:
         enforced = await folder.enforce_limits(protected)
         for file in enforced.dropped:
             self.actions.counts["evictions"] += 1
+            self.gone.note(file.key, "evicted")
+            self._tell(
+                Event(
+                    "evict",
+                    server=self.server.shown,
+                    key=file.key,
+                    route=folder.route,
+                    tokens=file.tokens,
+                    bytes=file.size,
+                )
+            )
             report.info("delete %s: %.1f MB, over the route's limit", file.key, file.size / 1e6)
         if enforced.alone_over is not None:
             self._once.warn(

@@ -1,0 +1,171 @@
+"""`/slot-cache/status`, `/slot-cache/events` and `/slot-cache/metrics` on the proxy's own app, behind LiteLLM's key check.
+
+They are added once, when a callback is made in a process of a LiteLLM proxy; nothing is imported where there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slot_cache import metrics, report
+from slot_cache.events import Listener
+from slot_cache.status import Status
+from slot_cache.tally import Tally
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+HEARTBEAT_SECONDS = 10.0
+"""A stream of events says that it is alive, and the status, so often at least."""
+
+STATUS_SECONDS = 1.0
+"""While something goes on, the status is sent again so often at most."""
+
+PROXY_MODULE = "litellm.proxy.proxy_server"
+
+_PREFIX = "/slot-cache"
+
+
+class Source(Protocol):
+    """What the endpoints tell of: the callback."""
+
+    @property
+    def tally(self) -> Tally:
+        """What was counted."""
+
+    @property
+    def active(self) -> bool:
+        """Whether a request of this process has a slot, or waits for one."""
+
+    async def status(self) -> Status:
+        """The status."""
+
+
+def mount(source: Source) -> bool:
+    """Add the endpoints to the app of the proxy that this process is, if it is one. Returns whether they are there now."""
+    app = getattr(sys.modules.get(PROXY_MODULE), "app", None)
+    if app is None:
+        return False
+    if not getattr(app.state, "slot_cache", False):
+        add_to(app, source)
+        app.state.slot_cache = True
+        metrics.shared()  # so that they are there from the beginning
+        report.info("status at %s/status", _PREFIX)
+    return True
+
+
+def add_to(app: FastAPI, source: Source, check: Any = None) -> None:
+    """Add the endpoints to an app.
+
+    Args:
+        check: what raises for a caller who may not look; None: LiteLLM's own check of keys.
+    """
+    from fastapi import APIRouter, Depends, HTTPException
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from fastapi.routing import APIRoute
+    from starlette.requests import Request
+
+    if check is None:
+        from litellm.proxy.auth.user_api_key_auth import user_api_key_auth as check
+
+    class Guarded(APIRoute):
+        """Whoever is refused for another reason than a key without the right has no (good) key, and is told no more."""
+
+        def get_route_handler(self) -> Any:
+            handler = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                try:
+                    return await handler(request)
+                except Exception as error:
+                    if _refused(error):
+                        told = {
+                            "error": {"message": "a key of the proxy is needed", "type": "auth_error", "code": "401"}
+                        }
+                        return JSONResponse(told, status_code=401, headers={"www-authenticate": "Bearer"})
+                    raise
+
+            return guarded
+
+    router = APIRouter(
+        prefix=_PREFIX,
+        route_class=Guarded,
+        dependencies=[Depends(check)],
+        tags=["slot-cache"],
+        default_response_class=Response,
+    )
+
+    @router.get("/status", response_model=Status)
+    async def status() -> Response:
+        """What the worker that answers knows of its servers, slots and caches. No server is asked."""
+        return Response((await source.status()).model_dump_json(), media_type="application/json")
+
+    @router.get("/events")
+    async def events() -> Response:
+        """Server-sent events: `status` (as /slot-cache/status), `event` (what happens), `lost` (so many, too fast for you)."""
+        listener = source.tally.events.listen()
+        if listener is None:
+            raise HTTPException(503, "too many listen already")
+        return StreamingResponse(
+            stream(source, listener),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        """The slot_cache_ metrics for Prometheus; LiteLLM's own /metrics, where it is on, has them too."""
+        try:
+            body, media_type = await asyncio.to_thread(metrics.exposition)
+        except ImportError:
+            raise HTTPException(501, "prometheus_client is not installed") from None
+        return Response(body, media_type=media_type)
+
+    app.include_router(router)
+
+
+def _refused(error: Exception) -> bool:
+    code = getattr(error, "status_code", None) or getattr(error, "code", None)
+    return str(code) in ("400", "401")
+
+
+async def stream(source: Source, listener: Listener, tick: float = STATUS_SECONDS) -> AsyncIterator[str]:
+    """What one listener is sent, until it goes away or the process is about to end."""
+    told = float("-inf")
+    stale = True
+    try:
+        while not _ending():
+            events, lost = await listener.next(0.0 if told < 0 else tick)
+            if lost:
+                yield _sent("lost", json.dumps({"lost": lost}))
+            for event in events:
+                yield _sent("event", json.dumps(event.told()))
+            stale = stale or bool(events) or source.active
+            since = time.monotonic() - told
+            if since >= HEARTBEAT_SECONDS:
+                yield ": heartbeat\n\n"
+                stale = True
+            if stale and since >= tick:
+                told, stale = time.monotonic(), source.active
+                yield _sent("status", (await source.status()).model_dump_json())
+    finally:
+        source.tally.events.leave(listener)
+
+
+def _sent(kind: str, data: str) -> str:
+    return f"event: {kind}\ndata: {data}\n\n"
+
+
+def _ending() -> bool:
+    """Whether the server that runs in this process was told to end: it waits for the streams that are open."""
+    with contextlib.suppress(ValueError):
+        owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        return getattr(owner, "should_exit", False) is True
+    return False
