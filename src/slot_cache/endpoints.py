@@ -76,7 +76,7 @@ def add_to(app: FastAPI, source: Source, check: Any = None) -> None:
         from litellm.proxy.auth.user_api_key_auth import user_api_key_auth as check
 
     class Guarded(APIRoute):
-        """Whoever is refused for another reason than a key without the right has no (good) key, and is told no more."""
+        """Who does not pass the check is told that a key is needed, and no more, whatever went wrong with it."""
 
         def get_route_handler(self) -> Any:
             handler = super().get_route_handler()
@@ -85,30 +85,34 @@ def add_to(app: FastAPI, source: Source, check: Any = None) -> None:
                 try:
                     return await handler(request)
                 except Exception as error:
-                    if _refused(error):
-                        told = {
-                            "error": {"message": "a key of the proxy is needed", "type": "auth_error", "code": "401"}
-                        }
-                        return JSONResponse(told, status_code=401, headers={"www-authenticate": "Bearer"})
-                    raise
+                    if getattr(request.state, "slot_cache_passed", False):
+                        raise
+                    status = _status_of(error)
+                    words = {401: "a key of the proxy is needed", 429: "too many requests"}
+                    told = {
+                        "message": words.get(status, "this key may not look"),
+                        "type": "auth_error",
+                        "code": str(status),
+                    }
+                    return JSONResponse({"error": told}, status_code=status)
 
             return guarded
 
+    async def passed(request: Request) -> None:
+        request.state.slot_cache_passed = True
+
+    passed.__annotations__["request"] = Request  # FastAPI looks for it in the module
     router = APIRouter(
-        prefix=_PREFIX,
-        route_class=Guarded,
-        dependencies=[Depends(check)],
-        tags=["slot-cache"],
-        default_response_class=Response,
+        prefix=_PREFIX, route_class=Guarded, dependencies=[Depends(check), Depends(passed)], tags=["slot-cache"]
     )
 
     @router.get("/status", response_model=Status)
-    async def status() -> Response:
+    async def status() -> Any:
         """What the worker that answers knows of its servers, slots and caches. No server is asked."""
         return Response((await source.status()).model_dump_json(), media_type="application/json")
 
-    @router.get("/events")
-    async def events() -> Response:
+    @router.get("/events", response_model=None)
+    async def events() -> Any:
         """Server-sent events: `status` (as /slot-cache/status), `event` (what happens), `lost` (so many, too fast for you)."""
         listener = source.tally.events.listen()
         if listener is None:
@@ -119,8 +123,8 @@ def add_to(app: FastAPI, source: Source, check: Any = None) -> None:
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
 
-    @router.get("/metrics")
-    async def prometheus() -> Response:
+    @router.get("/metrics", response_model=None)
+    async def prometheus() -> Any:
         """The slot_cache_ metrics for Prometheus; LiteLLM's own /metrics, where it is on, has them too."""
         try:
             body, media_type = await asyncio.to_thread(metrics.exposition)
@@ -131,9 +135,11 @@ def add_to(app: FastAPI, source: Source, check: Any = None) -> None:
     app.include_router(router)
 
 
-def _refused(error: Exception) -> bool:
-    code = getattr(error, "status_code", None) or getattr(error, "code", None)
-    return str(code) in ("400", "401")
+def _status_of(error: Exception) -> int:
+    """What the check's failure is to the caller: 403 and 429 are told as they are, everything else is no (good) key. (Where
+    its database client is not installed, LiteLLM fails with an ImportError when there is no key.)"""
+    code = str(getattr(error, "status_code", None) or getattr(error, "code", None))
+    return int(code) if code in ("403", "429") else 401
 
 
 async def stream(source: Source, listener: Listener, tick: float = STATUS_SECONDS) -> AsyncIterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 
 from slot_cache.plan import Found
 from slot_cache.state import Resident
@@ -37,6 +38,10 @@ class Gone:
         """The cache is there again: saved, or in a slot."""
         if key is not None:
             self._causes.pop(key, None)
+
+    def last(self, most: int = 50) -> list[tuple[str, str]]:
+        """The last ones, the newest first: keys and causes."""
+        return list(islice(reversed(self._causes.items()), most))
 
     def cause(self, key: str | None) -> str:
         """What happened to a cache, "" for nothing that is known."""

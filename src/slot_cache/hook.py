@@ -24,7 +24,8 @@ from slot_cache.folder import CacheFolder
 from slot_cache.index import Index, IndexThread, MemoryIndex, SqliteIndex, open_index
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, same_server_key, shown_url
 from slot_cache.llama_swap import SwapTracker
-from slot_cache.prompt import Prompt, fingerprint, tell_difference
+from slot_cache.matching import CONTINUES_PART
+from slot_cache.prompt import Prompt, fingerprint, links, shared_blocks, tell_difference
 from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
 from slot_cache.rewind import Conversation, calls_tools, conversation_of
 from slot_cache.router import RouterTracker, limit_of
@@ -362,7 +363,7 @@ class SlotCacheHook(CustomLogger):
             idle_seconds=settings.save_idle_seconds,
         )
         turn.outcome, turn.why, turn.waited = lease.granted.outcome, lease.granted.why, lease.waited
-        self._compare(turn, lease.key)
+        self._compare(turn, lease.key if turn.outcome is not Outcome.UNMANAGED else request.key)
         turn.told.update(outcome=turn.outcome.value, wait_ms=round(turn.waited * 1000))
         self.tally.note(
             Event(
@@ -475,6 +476,8 @@ class SlotCacheHook(CustomLogger):
             turn.said.tokens = sum(turn.usage)
         actions, identity = switcher.actions, switcher.identity
         lost = switcher.gone.cause(lease.key or turn.request.key)
+        if turn.last is None and turn.outcome is Outcome.COLD and turn.request.key is None:
+            lost = self._find_lost(turn, switcher)
         if turn.outcome is Outcome.COLD and actions.off:
             lost = "off"
         elif turn.outcome is Outcome.COLD and identity is not None and identity.model in actions.stopped():
@@ -493,6 +496,18 @@ class SlotCacheHook(CustomLogger):
         )
         switcher.gone.back(lease.key)
         return finding
+
+    def _find_lost(self, turn: _Turn, switcher: SlotSwitcher) -> str:
+        """What happened to the cache that a conversation without a session would have continued."""
+        assert turn.prompt is not None
+        for key, cause in switcher.gone.last():
+            said = self._prompts.get(key)
+            if said is not None and key.startswith(f"{turn.request.tag}_"):
+                shared, held = shared_blocks(said.prompt, turn.prompt), links(said.prompt.packed)
+                if shared > turn.prompt.preamble and shared >= CONTINUES_PART * held:
+                    turn.last, turn.same = said, True
+                    return cause
+        return ""
 
     def _tell_end(self, turn: _Turn, finding: Finding | None) -> None:
         request, lease = turn.request, turn.lease

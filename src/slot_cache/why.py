@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slot_cache.prompt import Prompt, parting, tell_difference
+from slot_cache.prompt import Parting, Prompt, parting
 from slot_cache.state import Outcome
 
 CAUSES = {
@@ -132,20 +132,19 @@ def explain(
     if again < max(LEAST_TOKENS, LEAST_PART * had):
         return None
     there = parting(last.prompt, now)
-    message = there.message + 1 if there.message < len(now.spans) else None
     before = round(total * there.chars / max(now.chars, 1))
-    difference = tell_difference(last.prompt, now)
-    if there.message >= len(last.prompt.spans) or message is None:  # what was said before is still there
+    if there.message >= min(len(last.prompt.spans), len(now.spans)):  # what was said before is still there
         if not same:
             return None  # it begins a conversation of its own: nothing was lost
         return _finding(_lost(outcome, lost, held), why, None, before, again, prefill)
     cause = _change(last.prompt, now, there.message, same=same)
     if cause is None:
         return None
+    more = _tell(cause, last.prompt, now, there)
     if same and reused + LEAST_TOKENS < before * (1 - SLACK_PART):
         # the prompt was changed, but less was reused than even what is the same
-        return _finding(_lost(outcome, lost, held), difference, message, before, again, prefill)
-    return _finding(cause, difference, message, before, again, prefill)
+        cause, more = _lost(outcome, lost, held), f"besides, {more}"
+    return _finding(cause, more, there.message + 1, before, again, prefill)
 
 
 def _lost(outcome: Outcome, lost: str, held: int) -> str:
@@ -190,14 +189,23 @@ def _common_end(last: Prompt, now: Prompt) -> int:
     return best if best >= 2 else 0
 
 
+def _tell(cause: str, last: Prompt, now: Prompt, there: Parting) -> str:
+    span = now.spans[there.message]
+    where = f"message {there.message + 1} ({span.role})"
+    if cause == "compacted":
+        return f"{len(last.spans)} messages became {len(now.spans)}, the first that differs is {where}"
+    chars = there.chars - sum(other.chars for other in now.spans[: there.message])
+    return f"{where} is the same for its first {chars:,} of {span.chars:,} characters"
+
+
 def _finding(cause: str, more: str, message: int | None, from_token: int | None, again: int, prefill: float) -> Finding:
     seconds = again / prefill if prefill > 0 else None
     words = CAUSES[cause]
     if more:
         words += f" ({more})"
     if from_token is not None and message is not None:
-        words += f", from message {message} on, about {from_token:,} tokens in"
+        words += f", about {from_token:,} tokens in"
     words += f": about {again:,} tokens computed again"
     if seconds is not None:
-        words += f", {seconds:.1f} s"
+        words += f", {seconds:.1f} s" if seconds >= 1 else f", {seconds:.3f} s"
     return Finding(cause, words, message, from_token, again, seconds)
