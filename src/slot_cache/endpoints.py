@@ -144,11 +144,12 @@ def _status_of(error: Exception) -> int:
 
 async def stream(source: Source, listener: Listener, tick: float = STATUS_SECONDS) -> AsyncIterator[str]:
     """What one listener is sent, until it goes away or the process is about to end."""
-    told = float("-inf")
-    stale = True
+    told = time.monotonic()
     try:
+        yield _sent("status", (await source.status()).model_dump_json())
+        stale = source.active
         while not _ending():
-            events, lost = await listener.next(0.0 if told < 0 else tick)
+            events, lost = await listener.next(tick)
             if lost:
                 yield _sent("lost", json.dumps({"lost": lost}))
             for event in events:

@@ -109,7 +109,7 @@ class ServerStatus(_Model):
     slots: list[SlotStatus]
     waiting: int = Field(description="requests of this worker that wait for a slot")
     waits: list[WaitingStatus] = Field(description=f"they, in their order, the first {MOST_WAITING}")
-    speeds: SpeedsStatus
+    speeds: SpeedsStatus = Field(description="what this worker has measured")
     counts: dict[str, int] = Field(
         description="how often this worker did what since its start: saves, restores, erasures, rewinds, evictions, and "
         "failures by kind (failed saves, failed restores, server timeout, damaged files, useless restores ...)"
