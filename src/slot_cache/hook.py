@@ -355,6 +355,7 @@ class SlotCacheHook(CustomLogger):
         turn.switcher = switcher
         where: dict[str, Any] = {"server": switcher.server.shown, "route": request.route, "session": request.session}
         self.tally.note(Event("ask", key=request.key, **where))
+        asyncio.get_running_loop().call_soon(self._note_now, switcher)  # when it waits
         lease = turn.lease = await switcher.acquire(
             settings.which_slots,
             want,
@@ -568,9 +569,8 @@ class SlotCacheHook(CustomLogger):
         if self._index is None:
             return
         known: dict[str, list[int]] = {folder.route: [] for folder in self._folders.values()}
-        for row in await self._index.call(self._index.index.caches):
-            if not row.pending:
-                known.setdefault(row.route, []).append(row.size)
+        for row in await self._index.call(self._index.index.overview):
+            known.setdefault(row.route, []).append(row.size)
         for route, sizes in known.items():
             self.tally.stored(route, len(sizes), sum(sizes))
 

@@ -123,6 +123,10 @@ class Index(ABC):
         """Every saved cache, with pending rows."""
 
     @abstractmethod
+    def overview(self) -> list[CacheRow]:
+        """Every saved cache, without pending rows and without the chains, which are long."""
+
+    @abstractmethod
     def changes(self) -> int:
         """A number that is another one when a cache was added or dropped since."""
 
@@ -198,6 +202,9 @@ class MemoryIndex(Index):
 
     def caches(self) -> list[CacheRow]:
         return [row for rows in self._caches.values() for row in rows]
+
+    def overview(self) -> list[CacheRow]:
+        return [replace(row, chain=b"") for row in self.caches() if not row.pending]
 
     def changes(self) -> int:
         return self._changes
@@ -338,6 +345,12 @@ class SqliteIndex(Index):
 
     def caches(self) -> list[CacheRow]:
         return [_cache_row(row) for row in self._read("SELECT * FROM caches ORDER BY folder, key, pending")]
+
+    def overview(self) -> list[CacheRow]:
+        names = ", ".join("x'' AS chain" if name == "chain" else name for name in _CACHE_FIELDS)
+        return [
+            _cache_row(row) for row in self._read(f"SELECT {names} FROM caches WHERE NOT pending ORDER BY folder, key")
+        ]
 
     def changes(self) -> int:
         rows = self._read("SELECT number FROM changes")

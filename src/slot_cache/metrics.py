@@ -7,16 +7,21 @@ values are told, the others are "other", and no label has what a client wrote bu
 from __future__ import annotations
 
 import os
+import struct
+import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slot_cache.events import Event
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
+    from prometheus_client import CollectorRegistry, Metric
 
 MOST_VALUES = 100
 """So many routes, and so many servers, have series of their own."""
+
+READ_PAUSES = (0.02, 0.1, 0.3)
+"""When the files of other workers are read again that could not be."""
 
 PREFIX = "slot_cache_"
 
@@ -148,21 +153,32 @@ def shared() -> Metrics | None:
 def exposition() -> tuple[bytes, str]:
     """Our metrics as Prometheus reads them, and the content type: of all workers where PROMETHEUS_MULTIPROC_DIR is set.
     Blocks. Raises ImportError without prometheus_client."""
-    from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-    registry = REGISTRY
-    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        from prometheus_client import multiprocess
+    for pause in READ_PAUSES:
+        try:
+            return generate_latest(_Ours(_registry())), CONTENT_TYPE_LATEST
+        except struct.error:  # another worker has just made a file, and written nothing yet
+            time.sleep(pause)
+    return generate_latest(_Ours(_registry())), CONTENT_TYPE_LATEST
 
-        registry = CollectorRegistry()
-        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it has no annotations
-    return generate_latest(_Ours(registry)), CONTENT_TYPE_LATEST
+
+def _registry() -> CollectorRegistry:
+    from prometheus_client import REGISTRY, CollectorRegistry
+
+    if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        return REGISTRY
+    from prometheus_client import multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it has no annotations
+    return registry
 
 
 class _Ours:
     """A registry with our metrics of another one."""
 
-    def __init__(self, registry: Any) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:

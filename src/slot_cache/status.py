@@ -231,7 +231,7 @@ async def build_status(
     if index is not None:
         for switcher, _ in pairs:
             rows[switcher.name] = await index.call(index.index.slots, switcher.name)
-        saved = await index.call(index.index.caches)
+        saved = await index.call(index.index.overview)
     servers = [_server(switcher, model, rows.get(switcher.name, []), messages) for switcher, model in pairs]
     return Status(
         version=__version__,
@@ -390,10 +390,9 @@ def _routes(saved: Iterable[CacheRow], folders: Iterable[CacheFolder]) -> list[R
         limits[where], names[where] = folder, folder.route
         rows.setdefault(where, [])
     for row in saved:
-        if not row.pending:
-            where = (row.folder, tag_of(row.key))
-            rows.setdefault(where, []).append(row)
-            names.setdefault(where, row.route)
+        where = (row.folder, tag_of(row.key))
+        rows.setdefault(where, []).append(row)
+        names.setdefault(where, row.route)
     found = []
     for (place, tag), caches in sorted(rows.items()):
         folder_seen, known = place.startswith("/"), limits.get((place, tag))

@@ -97,13 +97,14 @@ async def test_nothing_is_told_without_the_key(one_slot: House, path: str, key: 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", APIS)
-async def test_every_answer_says_it(client: httpx.AsyncClient, api: Api, stream: bool) -> None:
+async def test_every_answer_says_it(one_slot: House, client: httpx.AsyncClient, api: Api, stream: bool) -> None:
     session = Session(f"headers {api} {stream}", "managed")
     await session.ask(client, f"{api} {stream} " * 30, api=api, stream=stream)
     body = session.body("and then?", api, stream, 16)
     async with client.stream("POST", PATHS[api], json=body, headers=session.headers) as answer:
         told = {name: value for name, value in answer.headers.items() if name.startswith("x-slot-cache")}
         await answer.aread()
+    assert b"slot_cache" not in one_slot.relay.calls[-1].data + one_slot.relay.calls[-2].data  # what LiteLLM logs
     assert told["x-slot-cache"] == "resident"
     assert 0 <= int(told["x-slot-cache-wait-ms"]) < 10_000
     if stream:

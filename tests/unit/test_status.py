@@ -41,6 +41,16 @@ async def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         await road.hook.aclose()
 
 
+async def long_turn(road: Road, name: str, count: int, reused: int, *, known: bool = True) -> None:
+    """A request with so many messages, of which the server says that it reused so many tokens; `known`: by a session id."""
+    messages = [{"role": "user", "content": f"{name} {n} " * 100} for n in range(count)]
+    kwargs = road.kwargs(name if known else None, messages=messages)
+    await road.pre(kwargs)
+    await road.served(name)
+    await road.succeeds(kwargs, response=usage(600 * count, reused))
+    await road.quiet()
+
+
 async def only_slot(hook: SlotCacheHook, number: int = 0) -> SlotStatus:
     (server,) = (await hook.status()).servers
     return next(slot for slot in server.slots if slot.id == number)
@@ -217,19 +227,69 @@ async def test_what_happened_to_a_cache_is_known_when_it_is_missed(road: Road) -
     """Its file was deleted to keep the limit: the next request says so."""
     road.options["max_files"] = 1
 
-    async def turn(session: str, count: int, reused: int) -> None:
-        messages = [{"role": "user", "content": f"{session} {n} " * 100} for n in range(count)]
-        kwargs = road.kwargs(session, messages=messages)
-        await road.pre(kwargs)
-        await road.served(session)
-        await road.succeeds(kwargs, response=usage(600 * count, reused))
-        await road.quiet()
-
     for session in ("a", "b", "c"):  # a is saved for b, b for c: then a's file goes
-        await turn(session, 1, 0)
-    await turn("a", 2, 0)
+        await long_turn(road, session, 1, 0)
+    await long_turn(road, "a", 2, 0)
     (told,) = (await road.hook.status()).recomputed
     assert (told.cause, told.outcome, told.message) == ("evicted", "cold", None)
+
+
+async def test_a_restart_of_the_server_is_the_reason(road: Road) -> None:
+    await long_turn(road, "a", 1, 0)
+    road.fake.restart()
+    await long_turn(road, "a", 2, 0)
+    (told,) = (await road.hook.status()).recomputed
+    assert (told.cause, told.message, told.again) == ("restarted", None, 600)
+    await long_turn(road, "a", 3, 1200)
+    assert len((await road.hook.status()).recomputed) == 1
+
+
+async def test_a_stranger_in_the_slot_is_the_reason(road: Road) -> None:
+    await long_turn(road, "a", 1, 0)
+    await road.fake.complete("somebody else's prompt", slot=0)
+    await long_turn(road, "a", 2, 0)
+    (told,) = (await road.hook.status()).recomputed
+    assert told.cause == "foreign"
+
+
+async def test_another_model_is_the_reason(road: Road) -> None:
+    await long_turn(road, "a", 1, 0)
+    await long_turn(road, "b", 1, 0)  # a is saved
+    road.fake.restart(model_path="/models/other.gguf", weights="other")
+    await long_turn(road, "a", 2, 0)
+    (told,) = (await road.hook.status()).recomputed
+    assert told.cause == "other model"
+
+
+async def test_a_save_that_failed_is_the_reason(road: Road) -> None:
+    await long_turn(road, "a", 1, 0)
+    road.fake.fail("save", "500", times=None)
+    await long_turn(road, "b", 1, 0)
+    road.fake.clear()
+    await long_turn(road, "a", 2, 0)
+    (told,) = (await road.hook.status()).recomputed
+    assert told.cause == "save failed"
+
+
+async def test_a_request_that_had_no_slot_says_so(road: Road) -> None:
+    await long_turn(road, "a", 1, 0)
+    road.fake.fail("slots", "500", times=None)
+    kwargs = road.kwargs("a", messages=[{"role": "user", "content": f"a {n} " * 100} for n in range(2)])
+    await road.pre(kwargs)
+    await road.succeeds(kwargs, response=usage(1200, 0))
+    (told,) = (await road.hook.status()).recomputed
+    assert (told.cause, told.outcome) == ("unmanaged", "unmanaged")
+    assert "500" in told.why
+
+
+async def test_a_conversation_without_a_session_finds_out_too(road: Road) -> None:
+    road.options["max_files"] = 1
+
+    for name in ("a", "b", "c"):
+        await long_turn(road, name, 3, 0, known=False)
+    await long_turn(road, "a", 4, 0, known=False)
+    (told,) = (await road.hook.status()).recomputed
+    assert (told.cause, told.session, told.message) == ("evicted", None, None)
 
 
 # events
