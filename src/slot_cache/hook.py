@@ -8,32 +8,42 @@ for it: LiteLLM's own call id will not do, since a client may choose it.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from litellm.integrations.custom_logger import CustomLogger
 
-from slot_cache import report
+from slot_cache import endpoints, report
+from slot_cache.events import Event
 from slot_cache.folder import CacheFolder
 from slot_cache.index import Index, IndexThread, MemoryIndex, SqliteIndex, open_index
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, same_server_key, shown_url
 from slot_cache.llama_swap import SwapTracker
-from slot_cache.prompt import Prompt, fingerprint, tell_difference
+from slot_cache.matching import CONTINUES_PART
+from slot_cache.prompt import Prompt, fingerprint, links, shared_blocks, tell_difference
 from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
 from slot_cache.rewind import Conversation, calls_tools, conversation_of
 from slot_cache.router import RouterTracker, limit_of
 from slot_cache.settings import Settings, SettingsError, asks_for_it, read_settings
+from slot_cache.shown_text import tail
 from slot_cache.state import Ending, Outcome, Want
+from slot_cache.status import Status, build_status
 from slot_cache.switcher import Lease, SlotSwitcher
+from slot_cache.tally import Tally
+from slot_cache.why import Finding, Recomputed, Said, explain
 
 MANAGED_CALLS = frozenset({"acompletion", "atext_completion", "anthropic_messages", "aresponses"})
 
 TOKEN = "slot_cache_request"
 """The key of our token in LiteLLM's metadata of a request."""
+
+LOGGED = "slot_cache"
+"""The key under which LiteLLM's logging integrations find what became of a request."""
 
 TURNS = 20_000
 """How many requests are remembered at most; ended ones go first."""
@@ -46,6 +56,10 @@ INLINE_CHARS = 20_000
 
 USAGE_SECONDS = 10.0
 """How long after its end a request waits for LiteLLM to tell its usage, before its line is logged without."""
+
+
+STORED_SECONDS = 10.0
+"""How often it is counted what is saved, at most."""
 
 
 @dataclass
@@ -63,6 +77,17 @@ class _Turn:
     prompt: Prompt | None = None
     asked: str | None = None
     """the conversation that the prompt was last read for"""
+    switcher: SlotSwitcher | None = field(default=None, repr=False)
+    """where it has, or has had, its slot"""
+    said: Said | None = None
+    """its prompt, as the next one of its conversation is compared with it"""
+    last: Said | None = None
+    """the last prompt of its conversation, or, where it begins one, of its session"""
+    same: bool = False
+    """`last` is of the same conversation"""
+    told: dict[str, Any] = field(default_factory=dict)
+    """what LiteLLM's logging integrations are told"""
+    show_text: bool = False
     difference: str = ""
     """where the prompt parts from the last one of its conversation, in words"""
     usage: tuple[int, int] | None = None
@@ -102,16 +127,47 @@ class SlotCacheHook(CustomLogger):
         self._folders: OrderedDict[tuple[str, ...], CacheFolder] = OrderedDict()
         self._settings: dict[tuple[str, str], Settings | None] = {}
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
-        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._prompts: OrderedDict[str, Said] = OrderedDict()
+        self.tally = Tally()
+        self._mounted = endpoints.mount(self)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stored_at = float("-inf")
 
     async def aclose(self) -> None:
         """End all background work and close the connections to the servers."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1)
         for switcher in self._switchers.values():
             await switcher.aclose()
         for router in self._routers.values():
             await router.aclose()
         if self._index is not None:
             self._index.close()
+
+    async def status(self) -> Status:
+        """What `GET /slot-cache/status` answers. Asks no server."""
+
+        def messages(key: str) -> int | None:
+            said = self._prompts.get(key)
+            return None if said is None else len(said.prompt.spans)
+
+        return await build_status(
+            switchers=self._switchers,
+            routers=self._routers,
+            folders=self._folders.values(),
+            index=self._index,
+            tally=self.tally,
+            messages=messages,
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether a request of this process has a slot, or waits for one."""
+        return any(switcher.leased() or switcher.waiting() for switcher in self._all_switchers())
+
+    def _all_switchers(self) -> list[SlotSwitcher]:
+        routed = [switcher for router in self._routers.values() for switcher in router.switchers.values()]
+        return [*self._switchers.values(), *routed]
 
     # LiteLLM's hooks. LiteLLM looks for some of them in this very class and passes most arguments by name.
 
@@ -187,6 +243,7 @@ class SlotCacheHook(CustomLogger):
         try:
             async for chunk in response:
                 self._heed(turn, chunk)
+                self._show(turn, chunk)
                 yield chunk
             ending = Ending.ANSWERED
         finally:
@@ -201,9 +258,14 @@ class SlotCacheHook(CustomLogger):
         request_headers: dict[str, str] | None = None,
         litellm_call_info: dict[str, object] | None = None,
     ) -> dict[str, str] | None:
-        """Tell the client the outcome."""
+        """Tell the client the outcome, and what else is known: of a stream that begins, not yet what was computed."""
         turn = self._turn_of(data)
-        return None if turn is None else {"x-slot-cache": turn.outcome.value}
+        if turn is None:
+            return None
+        headers = {"x-slot-cache": turn.outcome.value, "x-slot-cache-wait-ms": str(round(turn.waited * 1000))}
+        if turn.usage is not None and not turn.broken:
+            headers["x-slot-cache-reused-tokens"], headers["x-slot-cache-computed-tokens"] = map(str, turn.usage)
+        return headers
 
     async def async_log_success_event(
         self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any
@@ -225,6 +287,8 @@ class SlotCacheHook(CustomLogger):
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = loop
+        if not self._mounted:
+            self._mounted = endpoints.mount(self)
         if loop is not self._loop:
             self._once.warn(("loop",), "requests from another event loop go on unmanaged")
             return None
@@ -254,6 +318,7 @@ class SlotCacheHook(CustomLogger):
             turn = _Turn(uuid.uuid4().hex, request)
             self._remember(turn)
             metadata[TOKEN] = turn.token
+        self._log_with(metadata, turn)
         turn.request, turn.call_type, turn.nested, turn.usage = request, call_type, False, None
         turn.lease, turn.outcome, turn.why, turn.busy, turn.reported = None, Outcome.UNMANAGED, "", True, False
         turn.broken, turn.sent, turn.calls_tools = False, kwargs, False
@@ -271,6 +336,7 @@ class SlotCacheHook(CustomLogger):
         if turn.prompt is None:  # another attempt at the same has it already
             turn.prompt = await _fingerprint(kwargs)
         index = await self._open_index(settings)
+        turn.show_text, turn.switcher = settings.show_text, None
         try:
             switcher = await self._switcher_of(request, settings, index)
         except LlamaServerError as error:
@@ -286,6 +352,10 @@ class SlotCacheHook(CustomLogger):
             preamble=turn.prompt.preamble,
             tag=request.tag,
         )
+        turn.switcher = switcher
+        where: dict[str, Any] = {"server": switcher.server.shown, "route": request.route, "session": request.session}
+        self.tally.note(Event("ask", key=request.key, **where))
+        asyncio.get_running_loop().call_soon(self._note_now, switcher)  # when it waits
         lease = turn.lease = await switcher.acquire(
             settings.which_slots,
             want,
@@ -294,7 +364,21 @@ class SlotCacheHook(CustomLogger):
             idle_seconds=settings.save_idle_seconds,
         )
         turn.outcome, turn.why, turn.waited = lease.granted.outcome, lease.granted.why, lease.waited
-        self._compare(turn, lease.key)
+        self._compare(turn, lease.key if turn.outcome is not Outcome.UNMANAGED else request.key)
+        turn.told.update(outcome=turn.outcome.value, wait_ms=round(turn.waited * 1000))
+        self.tally.note(
+            Event(
+                "switch",
+                slot=None if turn.outcome is Outcome.UNMANAGED else lease.slot,
+                key=lease.key,
+                outcome=turn.outcome.value,
+                tokens=lease.granted.tokens or None,
+                seconds=turn.waited,
+                words=turn.why or turn.difference or None,
+                **where,
+            )
+        )
+        self._note_now(switcher)
 
     def _end(self, turn: _Turn, ending: Ending) -> None:
         """The attempt has ended: give the slot back. A plain call, safe in a `finally` that may not await."""
@@ -302,7 +386,9 @@ class SlotCacheHook(CustomLogger):
             return
         turn.broken = ending is Ending.BROKEN
         turn.lease.release(ending, self._conversation(turn) if ending is Ending.ANSWERED else None)
-        turn.sent = None
+        turn.sent, turn.lease.tail = None, ""
+        if turn.switcher is not None:
+            self._note_now(turn.switcher)
         if turn.usage is not None:
             self._report(turn)
         elif turn.timer is None and self._loop is not None and not self._loop.is_closed():
@@ -316,6 +402,28 @@ class SlotCacheHook(CustomLogger):
             turn.calls_tools = calls_tools(answer)
         except Exception as error:
             self._once.bug("answer", error)
+
+    def _show(self, turn: _Turn | None, chunk: Any) -> None:
+        """Note that an answer comes, and, where that is asked for, its last characters."""
+        if turn is None or turn.lease is None or not turn.lease.active:
+            return
+        turn.lease.answering = True
+        if turn.show_text:
+            try:
+                turn.lease.tail = tail(turn.lease.tail, chunk)
+            except Exception as error:
+                self._once.bug("text", error)
+
+    def _log_with(self, metadata: dict[str, Any], turn: _Turn) -> None:
+        """Have LiteLLM hand what becomes of a request to its logging integrations: those that take all metadata, and, under
+        the one name that it lets through into its own logs, the others."""
+        metadata[LOGGED] = turn.told
+        more = metadata.get("spend_logs_metadata")
+        metadata["spend_logs_metadata"] = {**(more if isinstance(more, dict) else {}), LOGGED: turn.told}
+
+    def _note_now(self, switcher: SlotSwitcher) -> None:
+        speed = switcher.actions.prefill_rate
+        self.tally.now(switcher.server.shown, len(switcher.leased()), switcher.waiting(), speed)
 
     def _conversation(self, turn: _Turn) -> Conversation | None:
         if turn.sent is None or turn.lease is None or not turn.lease.wants_conversation:
@@ -333,8 +441,9 @@ class SlotCacheHook(CustomLogger):
         if turn.timer is not None:
             turn.timer.cancel()
         reused, computed = turn.usage if turn.usage is not None else ("-", "-")
+        finding = self._count(turn)
         report.info(
-            "request %s: %s%s, reused %s, computed %s, waited %.3f s%s",
+            "request %s: %s%s, reused %s, computed %s, waited %.3f s%s%s",
             (turn.lease.key if turn.lease is not None else None)
             or turn.request.key
             or f"{turn.request.tag} (no session)",
@@ -344,10 +453,131 @@ class SlotCacheHook(CustomLogger):
             computed,
             turn.waited,
             f"; {turn.difference}" if turn.difference else "",
+            f"; computed again: {finding.words}" if finding is not None else "",
         )
         if self._loop is not None and not self._loop.is_closed():
             # later hooks of the same request still find it for a while
             self._loop.call_later(USAGE_SECONDS, self._forget, turn)
+
+    def _count(self, turn: _Turn) -> Finding | None:
+        """Count a request that has ended. Returns why it reused less than it could, if it did."""
+        try:
+            finding = self._explain(turn)
+            self._tell_end(turn, finding)
+            return finding
+        except Exception as error:
+            self._once.bug("counting", error)
+            return None
+
+    def _explain(self, turn: _Turn) -> Finding | None:
+        lease, switcher = turn.lease, turn.switcher
+        if turn.usage is None or turn.broken or turn.prompt is None or lease is None or switcher is None:
+            return None
+        if turn.said is not None:
+            turn.said.tokens = sum(turn.usage)
+        actions, identity = switcher.actions, switcher.identity
+        lost = switcher.gone.cause(lease.key or turn.request.key)
+        if turn.last is None and turn.outcome is Outcome.COLD and turn.request.key is None:
+            lost = self._find_lost(turn, switcher)
+        if turn.outcome is Outcome.COLD and actions.off:
+            lost = "off"
+        elif turn.outcome is Outcome.COLD and identity is not None and identity.model in actions.stopped():
+            lost = "stopped"
+        finding = explain(
+            last=turn.last,
+            now=turn.prompt,
+            same=turn.same,
+            outcome=turn.outcome,
+            reused=turn.usage[0],
+            computed=turn.usage[1],
+            lost=lost,
+            why=turn.why,
+            held=lease.granted.tokens,
+            prefill=actions.prefill_rate,
+        )
+        switcher.gone.back(lease.key)
+        return finding
+
+    def _find_lost(self, turn: _Turn, switcher: SlotSwitcher) -> str:
+        """What happened to the cache that a conversation without a session would have continued."""
+        assert turn.prompt is not None
+        for key, cause in switcher.gone.last():
+            said = self._prompts.get(key)
+            if said is not None and key.startswith(f"{turn.request.tag}_"):
+                shared, held = shared_blocks(said.prompt, turn.prompt), links(said.prompt.packed)
+                if shared > turn.prompt.preamble and shared >= CONTINUES_PART * held:
+                    turn.last, turn.same = said, True
+                    return cause
+        return ""
+
+    def _tell_end(self, turn: _Turn, finding: Finding | None) -> None:
+        request, lease = turn.request, turn.lease
+        key = (lease.key if lease is not None else None) or request.key
+        reused, computed = turn.usage if turn.usage is not None else (None, None)
+        cause = finding.cause if finding is not None else None
+        if reused is not None:
+            turn.told.update(reused_tokens=reused, computed_tokens=computed)
+        if finding is not None:
+            turn.told.update(computed_again=finding.cause)
+        self.tally.note(
+            Event(
+                "request",
+                server=turn.switcher.server.shown if turn.switcher is not None else None,
+                slot=lease.slot if lease is not None and turn.outcome is not Outcome.UNMANAGED else None,
+                key=key,
+                session=request.session,
+                route=request.route,
+                outcome=turn.outcome.value,
+                tokens=finding.again if finding is not None else None,
+                seconds=turn.waited,
+                reused=reused,
+                computed=computed,
+                cause=cause,
+                words=finding.words if finding is not None else turn.why or None,
+            )
+        )
+        if turn.outcome in (Outcome.RESTORED, Outcome.DONOR) and reused is not None and turn.switcher is not None:
+            speed = turn.switcher.actions.prefill_rate
+            if speed and lease is not None and lease.sent_at is not None and lease.taken_at is not None:
+                self.tally.spared(request.route, reused / speed - (lease.sent_at - lease.taken_at))
+        if finding is not None and reused is not None and computed is not None:
+            note = Recomputed(
+                at=time.time(),
+                key=key,
+                session=request.key,
+                owner=request.owner,
+                route=request.route,
+                outcome=turn.outcome.value,
+                cause=finding.cause,
+                words=finding.words,
+                message=finding.message,
+                from_token=finding.from_token,
+                reused=reused,
+                computed=computed,
+                again=finding.again,
+                seconds=finding.seconds,
+            )
+            self.tally.recomputed.append(note)
+            if self._index is not None:
+                self._start(self._index.call(self._index.index.put_recomputed, note))
+        if time.monotonic() - self._stored_at > STORED_SECONDS:
+            self._stored_at = time.monotonic()
+            self._start(self._note_stored())
+
+    async def _note_stored(self) -> None:
+        """Count what is saved of the routes, for the metrics."""
+        if self._index is None:
+            return
+        known: dict[str, list[int]] = {folder.route: [] for folder in self._folders.values()}
+        for row in await self._index.call(self._index.index.overview):
+            known.setdefault(row.route, []).append(row.size)
+        for route, sizes in known.items():
+            self.tally.stored(route, len(sizes), sum(sizes))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _forget(self, turn: _Turn) -> None:
         if turn.reported and not turn.holds:
@@ -424,7 +654,9 @@ class SlotCacheHook(CustomLogger):
         switcher = self._switchers.get(name)
         if router is None and switcher is None:
             server = LlamaServer(request.base_url, request.api_key)
-            switcher = self._switchers[name] = SlotSwitcher(server, index, name=name, lock_folder=locks)
+            switcher = self._switchers[name] = SlotSwitcher(
+                server, index, name=name, lock_folder=locks, tell=self.tally.note
+            )
         if router is None and switcher is not None:
             switcher.server.api_key = request.api_key
             if switcher.role_known or switcher.actions.hung:
@@ -441,10 +673,12 @@ class SlotCacheHook(CustomLogger):
             router = self._routers.get(name)
             if router is None:
                 if role.kind == "llama-swap":
-                    router = SwapTracker(switcher.server, index, name=name, lock_folder=locks)
+                    router = SwapTracker(switcher.server, index, name=name, lock_folder=locks, tell=self.tally.note)
                 else:
                     limit = limit_of(role, settings.models_max)
-                    router = RouterTracker(switcher.server, index, name=name, limit=limit, lock_folder=locks)
+                    router = RouterTracker(
+                        switcher.server, index, name=name, limit=limit, lock_folder=locks, tell=self.tally.note
+                    )
                 self._routers[name] = router
                 self._switchers.pop(name, None)
         assert router is not None
@@ -487,14 +721,16 @@ class SlotCacheHook(CustomLogger):
             return
         turn.asked, session = key, f"session {turn.request.key}"
         last = self._prompts.get(key)
+        turn.same = last is not None
         if last is None and turn.request.key is not None:
             last = self._prompts.get(session)
+        turn.last, turn.said = last, Said(turn.prompt)
         for name in (key, session):
             self._prompts.pop(name, None)
-            self._prompts[name] = turn.prompt
+            self._prompts[name] = turn.said
         while len(self._prompts) > PROMPTS:
             self._prompts.popitem(last=False)
-        turn.difference = "" if last is None else tell_difference(last, turn.prompt)
+        turn.difference = "" if last is None else tell_difference(last.prompt, turn.prompt)
 
 
 _PROMPT_FIELDS = ("messages", "system", "instructions", "input", "prompt", "tools")

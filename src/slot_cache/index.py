@@ -13,6 +13,7 @@ import os
 import sqlite3
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -22,10 +23,14 @@ from typing import TypeVar
 import portalocker
 
 from slot_cache import report
+from slot_cache.why import Recomputed
 
-SCHEMA = 2
+SCHEMA = 3
 BUSY_SECONDS = 0.5
 """How long a call waits for another process that writes. A write takes well below a millisecond."""
+
+MOST_RECOMPUTED = 2_000
+"""So many notes of why a request was computed again are kept; the oldest go first."""
 
 _T = TypeVar("_T")
 
@@ -118,6 +123,10 @@ class Index(ABC):
         """Every saved cache, with pending rows."""
 
     @abstractmethod
+    def overview(self) -> list[CacheRow]:
+        """Every saved cache, without pending rows and without the chains, which are long."""
+
+    @abstractmethod
     def changes(self) -> int:
         """A number that is another one when a cache was added or dropped since."""
 
@@ -166,6 +175,14 @@ class Index(ABC):
         """Record what was learned of a model."""
 
     @abstractmethod
+    def recomputed(self) -> list[Recomputed]:
+        """The requests that reused less than they could, the newest first."""
+
+    @abstractmethod
+    def put_recomputed(self, note: Recomputed) -> None:
+        """Record one of them; the oldest are forgotten."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of files. Calls after that find nothing."""
 
@@ -177,6 +194,7 @@ class MemoryIndex(Index):
         self._caches: dict[tuple[str, str], list[CacheRow]] = {}
         self._slots: dict[tuple[str, int], SlotRow] = {}
         self._kinds: dict[str, str] = {}
+        self._recomputed: deque[Recomputed] = deque(maxlen=MOST_RECOMPUTED)
         self._changes = 0
 
     def cache(self, folder: str, key: str) -> list[CacheRow]:
@@ -184,6 +202,9 @@ class MemoryIndex(Index):
 
     def caches(self) -> list[CacheRow]:
         return [row for rows in self._caches.values() for row in rows]
+
+    def overview(self) -> list[CacheRow]:
+        return [replace(row, chain=b"") for row in self.caches() if not row.pending]
 
     def changes(self) -> int:
         return self._changes
@@ -225,14 +246,22 @@ class MemoryIndex(Index):
     def put_kind(self, model: str, kind: str) -> None:
         self._kinds[model] = kind
 
+    def recomputed(self) -> list[Recomputed]:
+        return list(reversed(self._recomputed))
+
+    def put_recomputed(self, note: Recomputed) -> None:
+        self._recomputed.append(note)
+
     def close(self) -> None:
         self._kinds.clear()
+        self._recomputed.clear()
         self._caches.clear()
         self._slots.clear()
 
 
 _CACHE_FIELDS = [field.name for field in fields(CacheRow)]
 _SLOT_FIELDS = [field.name for field in fields(SlotRow)]
+_RECOMPUTED_FIELDS = [field.name for field in fields(Recomputed)]
 
 _MIGRATIONS = [
     # 0 -> 1
@@ -268,6 +297,16 @@ _MIGRATIONS = [
         "INSERT INTO changes VALUES (0)",
         "CREATE TRIGGER cache_added AFTER INSERT ON caches BEGIN UPDATE changes SET number = number + 1; END",
         "CREATE TRIGGER cache_dropped AFTER DELETE ON caches BEGIN UPDATE changes SET number = number + 1; END",
+    ],
+    # 2 -> 3: why requests were computed again
+    [
+        """
+        CREATE TABLE recomputed (
+            number INTEGER PRIMARY KEY, at REAL NOT NULL, key TEXT, session TEXT, owner TEXT NOT NULL, route TEXT NOT NULL,
+            outcome TEXT NOT NULL, cause TEXT NOT NULL, words TEXT NOT NULL, message INTEGER, from_token INTEGER,
+            reused INTEGER NOT NULL, computed INTEGER NOT NULL, again INTEGER NOT NULL, seconds REAL
+        )
+        """,
     ],
 ]
 
@@ -306,6 +345,12 @@ class SqliteIndex(Index):
 
     def caches(self) -> list[CacheRow]:
         return [_cache_row(row) for row in self._read("SELECT * FROM caches ORDER BY folder, key, pending")]
+
+    def overview(self) -> list[CacheRow]:
+        names = ", ".join("x'' AS chain" if name == "chain" else name for name in _CACHE_FIELDS)
+        return [
+            _cache_row(row) for row in self._read(f"SELECT {names} FROM caches WHERE NOT pending ORDER BY folder, key")
+        ]
 
     def changes(self) -> int:
         rows = self._read("SELECT number FROM changes")
@@ -352,6 +397,15 @@ class SqliteIndex(Index):
 
     def put_kind(self, model: str, kind: str) -> None:
         self._write(("INSERT OR REPLACE INTO kinds VALUES (?, ?)", (model, kind)))
+
+    def recomputed(self) -> list[Recomputed]:
+        rows = self._read("SELECT * FROM recomputed ORDER BY number DESC")
+        return [Recomputed(**{name: row[name] for name in _RECOMPUTED_FIELDS}) for row in rows]
+
+    def put_recomputed(self, note: Recomputed) -> None:
+        values = [getattr(note, name) for name in _RECOMPUTED_FIELDS]
+        oldest = "DELETE FROM recomputed WHERE number <= (SELECT MAX(number) FROM recomputed) - ?"
+        self._write((_insert("recomputed", _RECOMPUTED_FIELDS), values), (oldest, (MOST_RECOMPUTED,)))
 
     def close(self) -> None:
         if self._db is not None:

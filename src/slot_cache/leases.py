@@ -65,6 +65,10 @@ class Lease:
         key: the cache that its request continues or begins, None until that is known, or where there is none.
         waited: seconds from asking to the end of the switch.
         active: not released yet.
+        taken_at: when it had its slot, on the queue's clock; None: it waits.
+        sent_at: when its request was let go; None: it waits or is being switched.
+        answering: a piece of the answer has come.
+        tail: the last characters of the answer, where the route says `show_text`, else empty.
         safe: set when nothing would be lost if its slot were emptied now: it is saved, or its request is on the way.
     """
 
@@ -81,7 +85,10 @@ class Lease:
         self.folder = folder
         self.idle_seconds = idle_seconds
         self.abandoned = False
+        self.taken_at: float | None = None
         self.sent_at: float | None = None
+        self.answering = False
+        self.tail = ""
         self.reading: SlotReading | None = None
         self.identity: Identity | None = None
         self.restored = 0
@@ -134,6 +141,12 @@ class Slot:
     """it was seen to hold nothing"""
     used: float = float("-inf")
     """when its last request ended"""
+    requests: int = 0
+    """how many requests of this process it has had"""
+    last: Outcome | None = None
+    """the outcome of the last one"""
+    reading: SlotReading | None = None
+    """what the server said when it was last looked at"""
     disturbed: bool = False
     """somebody else may have used it meanwhile: a request of ours that has no slot, or whoever came after one that ended
     without a word"""
@@ -169,6 +182,7 @@ class _Waiter:
     turn: asyncio.Future[None]
     lease: Lease
     until: float
+    since: float
     passed: int = 0
 
 
@@ -230,6 +244,10 @@ class LeaseQueue:
         """How many requests wait: for this slot (too), or at all."""
         return sum(1 for waiter in self._live() if slot is None or slot in self.allowed(waiter.lease.which))
 
+    def waiters(self) -> list[tuple[Lease, float]]:
+        """The requests that wait, in the order in which they came, and since when."""
+        return [(waiter.lease, waiter.since) for waiter in self._live()]
+
     def _live(self) -> list[_Waiter]:
         return [waiter for waiter in self._waiters if not waiter.turn.done()]
 
@@ -243,7 +261,7 @@ class LeaseQueue:
         if self.try_take(lease):
             return
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(loop.create_future(), lease, self.clock() + seconds)
+        waiter = _Waiter(loop.create_future(), lease, self.clock() + seconds, self.clock())
         self._waiters.insert(0 if first else len(self._waiters), waiter)
         timer = loop.call_later(seconds, _expire, waiter.turn, "the slot did not become free")
         try:
@@ -328,6 +346,8 @@ class LeaseQueue:
         if slot.scout is not None or not self.try_lock(slot):
             return False  # another process has it
         slot.lease, lease.place = lease, slot
+        if lease.taken_at is None:
+            lease.taken_at = self.clock()
         slot.turns += 1
         slot.epoch += 1
         if slot.idle_timer is not None:

@@ -415,7 +415,15 @@ def _slot_reading(entry: dict[str, Any]) -> SlotReading:
         raise TypeError
     if task is not None and task < 0:
         task = None
-    return SlotReading(number, processing, task, tokens, _remaining(entry) if processing else None)
+    context = entry.get("n_ctx")
+    return SlotReading(
+        number,
+        processing,
+        task,
+        tokens,
+        _remaining(entry) if processing else None,
+        context if isinstance(context, int) and context > 0 else 0,
+    )
 
 
 def _remaining(entry: dict[str, Any]) -> int | None:

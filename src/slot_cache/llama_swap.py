@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slot_cache import report
+from slot_cache.events import Event
 from slot_cache.index import IndexThread
 from slot_cache.llama_server import LlamaServer, LlamaServerError
 from slot_cache.locks import SlotLock
@@ -30,6 +31,7 @@ class SwapTracker:
         name: its name in the index and for locks.
         lock_folder: as for `SlotSwitcher`.
         clock: seconds, for waits.
+        tell: is told what happens.
     """
 
     def __init__(
@@ -40,14 +42,17 @@ class SwapTracker:
         name: str,
         lock_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.server = server
+        self._tell = tell
         self._index = index
         self._name = name
         self._lock_folder = lock_folder
         self._clock = clock
         self._switchers: dict[str, SlotSwitcher] = {}
         self._swapping = asyncio.Lock()
+        self._running: list[str] = []
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]
         self._swap_lock = SlotLock(lock_folder, f"{digest}-swap")
 
@@ -55,6 +60,11 @@ class SwapTracker:
     def switchers(self) -> dict[str, SlotSwitcher]:
         """The models that were asked for, and their slots."""
         return self._switchers
+
+    @property
+    def loaded(self) -> list[str]:
+        """The models that ran when llama-swap was last asked."""
+        return self._running
 
     async def canonical(self, model: str) -> str:
         """The model's name. llama-swap knows its aliases itself; two names for one model are two models here."""
@@ -71,6 +81,7 @@ class SwapTracker:
                 lock_folder=self._lock_folder,
                 clock=self._clock,
                 host=_Host(self, model),
+                tell=self._tell,
             )
         return found
 
@@ -82,7 +93,8 @@ class SwapTracker:
 
     async def is_running(self, model: str) -> bool:
         """Whether the model's server runs. Asking does not start it."""
-        return model in await self.server.running()
+        self._running = sorted(await self.server.running())
+        return model in self._running
 
     async def ready(self, model: str, deadline: float, abandoned: Callable[[], bool]) -> None:
         """Return when the model runs; what may be stopped for it is saved first. As `RouterTracker.ready`."""
@@ -110,6 +122,7 @@ class SwapTracker:
                     return False
                 taken.append((other, vacated))
             report.info("%s start %s", self.server.shown, report.shown(model))
+            self._tell(Event("load", server=self.server.shown, words=report.shown(model)))
             await self._start(model)
             running = set(await self.server.running())
             return True

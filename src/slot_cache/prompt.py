@@ -94,6 +94,11 @@ class Prompt:
         return total
 
     @property
+    def chars(self) -> int:
+        """The prompt's length in characters."""
+        return sum(span.chars for span in self.spans)
+
+    @property
     def chain(self) -> tuple[bytes, ...]:
         """The links."""
         return tuple(_link(self.packed, number) for number in range(len(self.packed) // _LINK_BYTES))
@@ -158,6 +163,22 @@ def shared_part(packed: bytes, other: bytes) -> float:
 
 def _link(packed: bytes, number: int) -> bytes:
     return packed[number * _LINK_BYTES : (number + 1) * _LINK_BYTES]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a prompt first differs from another one: the number of the message, counted from 0 (as many as it has: it does
+    not), and how many of its characters come before that."""
+
+    message: int
+    chars: int
+
+
+def parting(last: Prompt, now: Prompt) -> Parting:
+    """Where `now` first differs from `last`."""
+    same, rest = _same_messages(last, now, shared_blocks(last, now))
+    chars = sum(span.chars for span in now.spans[:same])
+    return Parting(same, chars + (now.spans[same].chars_of(rest) if same < len(now.spans) else 0))
 
 
 def tell_difference(last: Prompt, now: Prompt) -> str:

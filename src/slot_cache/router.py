@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from slot_cache import report
+from slot_cache.events import Event
 from slot_cache.index import IndexThread
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, RouterModel
 from slot_cache.locks import SlotLock
@@ -72,6 +73,7 @@ class RouterTracker:
         lock_folder: as for `SlotSwitcher`.
         limit: the most models loaded at once, 0 for no limit.
         clock: seconds, for waits.
+        tell: is told what happens.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class RouterTracker:
         limit: int,
         lock_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.server = server
+        self._tell = tell
         self.limit = limit
         self._index = index
         self._name = name
@@ -103,6 +107,11 @@ class RouterTracker:
     def switchers(self) -> dict[str, SlotSwitcher]:
         """The models that were asked for, and their slots."""
         return self._switchers
+
+    @property
+    def loaded(self) -> list[str]:
+        """The models that are loaded, as far as this process knows without asking; the one used last comes last."""
+        return sorted(self._loaded, key=lambda model: self._uses.get(model, 0.0))
 
     async def canonical(self, model: str) -> str:
         """The router's own name for a model, which may have been asked for by another.
@@ -130,6 +139,7 @@ class RouterTracker:
                 lock_folder=self._lock_folder,
                 clock=self._clock,
                 host=_Host(self, model),
+                tell=self._tell,
             )
         return found
 
@@ -234,6 +244,7 @@ class RouterTracker:
                 if self._can_unload:
                     return False
             report.info("%s load %s", self.server.shown, report.shown(model))
+            self._tell(Event("load", server=self.server.shown, words=report.shown(model)))
             try:
                 await self.server.load(model)
             except LlamaServerError as error:
@@ -297,6 +308,7 @@ class RouterTracker:
             if gone:
                 self._loaded.discard(model)
                 report.info("%s unloaded %s", self.server.shown, report.shown(model))
+                self._tell(Event("unload", server=self.server.shown, words=report.shown(model)))
             return gone
         finally:
             vacated.end(gone=gone)

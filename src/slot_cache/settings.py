@@ -75,6 +75,8 @@ class Settings(BaseModel):
             and use, or `lru`, the one used longest ago.
         verify: how a file is checked before it is restored: `full` reads all of it, `fast` reads all of it only where
             that is cheap, else its head, its tail and samples between.
+        show_text: the status tells the last 80 characters that are being generated in each slot of the route, while a stream
+            lasts. They are kept nowhere.
         state_dir: the folder of the index and the locks that the workers share; it should be on a local disk. The
             first route that is used decides it for the process.
         session_headers: request headers, lower case, that carry a session id; the first that is there counts.
@@ -102,6 +104,7 @@ class Settings(BaseModel):
     min_tokens: _Count = Field(default=64, description="a whole number of tokens, 0 or more")
     evict: Literal["cost", "lru"] = Field(default="cost", description="cost or lru")
     verify: Literal["full", "fast"] = Field(default="fast", description="full or fast")
+    show_text: bool = Field(default=False, description="true or false")
     state_dir: _Folder | None = Field(default=None, description="a folder, as a path")
     session_headers: Annotated[tuple[str, ...], BeforeValidator(_header_names)] = Field(
         default=SESSION_HEADERS, description="a list of header names"

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from slot_cache import report
+from slot_cache.events import Event
 from slot_cache.eviction import Speeds
 from slot_cache.folder import CacheFolder, FolderError, NotTheFolderError
 from slot_cache.llama_server import UNKNOWN_BYTES_PER_TOKEN, LlamaServer, LlamaServerError
@@ -58,8 +60,15 @@ class SlotActions:
         prefill_rate: tokens per second that the server prefills, 0 if not known yet.
     """
 
-    def __init__(self, server: LlamaServer, once: report.Once, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        server: LlamaServer,
+        once: report.Once,
+        clock: Callable[[], float],
+        tell: Callable[[Event], None] = lambda event: None,
+    ) -> None:
         self.server = server
+        self._tell = tell
         self.counts: Counter[str] = Counter()
         self.prefill_rate = 0.0
         self._restore_rate = 0.0
@@ -122,6 +131,7 @@ class SlotActions:
         self.counts[f"server {error.fault}"] += 1
         if error.fault == "timeout":
             self._hung_until = self._clock() + HUNG_SECONDS
+        self._tell(Event("fault", server=self.server.shown, cause=f"server {error.fault}", words=str(error)))
         cure = {401: " (the key was refused: check the route's api_key)", 501: " (start llama-server with --slots)"}
         self._once.warn(
             ("server", self.server.base_url),
@@ -193,7 +203,7 @@ class SlotActions:
         self._bytes_per_token[folder.tag] = self._token_bytes = answer.size / answer.tokens
         while len(self._bytes_per_token) > REMEMBERED:
             self._bytes_per_token.popitem(last=False)
-        self._say("save", key, answer.tokens, answer.size, started)
+        self._say("save", slot, key, answer.tokens, answer.size, started)
         return replace(resident, dirty=False, whole=True, saved_tokens=answer.tokens)
 
     async def restore(
@@ -231,7 +241,7 @@ class SlotActions:
         self._once.over(kind)
         self.counts["restores"] += 1
         self._refused.pop(key, None)
-        self._say("restore", key, answer.tokens, answer.size, started)
+        self._say("restore", slot, key, answer.tokens, answer.size, started)
         self._learn_restore(answer.tokens, answer.size, answer.milliseconds / 1000)
         await folder.restored(key, answer.size, answer.milliseconds / 1000)
         return Resident(
@@ -271,6 +281,7 @@ class SlotActions:
             self._action_fault("erase", ("erase", self.server.base_url), "-", error)
         else:
             self.counts["erasures"] += 1
+            self._tell(Event("erase", server=self.server.shown, slot=slot, words=why))
             report.info("%s slot %d: erased, %s", self.server.shown, slot, why)
 
     def learn_prefill(self, tokens: int, seconds: float) -> None:
@@ -381,9 +392,17 @@ class SlotActions:
 
     def _failed(self, action: str, kind: tuple[str, ...], key: str, why: str) -> None:
         self.counts[f"failed {action}s"] += 1
+        words = f"{action} failed: {why}"
+        self._tell(Event("fault", server=self.server.shown, key=key, cause=f"failed {action}s", words=words))
         self._once.warn(kind, "%s %s failed %s: %s", self.server.shown, action, key, why)
 
-    def _say(self, action: str, key: str, tokens: int, size: int, started: float) -> None:
+    def _say(
+        self, action: Literal["save", "restore"], slot: int, key: str, tokens: int, size: int, started: float
+    ) -> None:
+        seconds = self._clock() - started
+        self._tell(
+            Event(action, server=self.server.shown, slot=slot, key=key, tokens=tokens, bytes=size, seconds=seconds)
+        )
         report.info(
             "%s %s %s: %d tokens, %.1f MB, %.3f s",
             self.server.shown,
@@ -391,5 +410,5 @@ class SlotActions:
             key,
             tokens,
             size / 1e6,
-            self._clock() - started,
+            seconds,
         )

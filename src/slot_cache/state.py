@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -38,6 +38,7 @@ class SlotReading:
             None: no task since the server started.
         tokens: how many tokens the slot holds, prompt and generated.
         remaining: while an answer is generated: how many tokens it has until its limit; None: not told.
+        context: how many tokens the slot has room for, 0 if not told.
     """
 
     id: int
@@ -45,6 +46,7 @@ class SlotReading:
     task: int | None
     tokens: int
     remaining: int | None = None
+    context: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slot_cache import report
+from slot_cache.events import Event
 from slot_cache.eviction import slot_score
 from slot_cache.folder import CacheFolder, tag_of
+from slot_cache.gone import Gone
 from slot_cache.index import IndexThread, SlotRow
 from slot_cache.leases import Granted, Lease, LeaseQueue, NoTurnError, Slot, Which, of_keys
 from slot_cache.llama_server import LlamaServer, LlamaServerError
@@ -104,8 +106,10 @@ class SlotSwitcher:
         lock_folder: the folder of the locks between processes; None: there is no other process.
         clock: seconds, for waits.
         host: what loads the server's model, if it is one of a router.
+        tell: is told what happens.
 
     Attributes:
+        gone: what became of caches that are not there any more.
         role_known: the server has said that it is no router.
     """
 
@@ -118,8 +122,11 @@ class SlotSwitcher:
         lock_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         host: Host | None = None,
+        tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.server = server
+        self.gone = Gone()
+        self._tell = tell
         self.name = name
         self.role_known = False
         self._index = index
@@ -127,7 +134,7 @@ class SlotSwitcher:
         self._clock = clock
         self._host = host
         self._once = report.Once()
-        self.actions = SlotActions(server, self._once, clock)
+        self.actions = SlotActions(server, self._once, clock, tell)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loose: dict[Lease, float] = {}
         self._identity: Identity | None = None
@@ -166,6 +173,24 @@ class SlotSwitcher:
     def waiting(self, slot: int | None = None) -> int:
         """How many requests of this process wait: for this slot too, or for any."""
         return self._queue.waiting(None if slot is None else self._queue.slot(slot))
+
+    def waiters(self) -> list[tuple[Lease, float]]:
+        """The requests of this process that wait, in the order in which they came, and for how many seconds."""
+        return [(lease, self._clock() - since) for lease, since in self._queue.waiters()]
+
+    def ago(self, moment: float) -> float:
+        """Seconds since a moment on the switcher's clock."""
+        return self._clock() - moment
+
+    @property
+    def identity(self) -> Identity | None:
+        """The server's model, as it was last told."""
+        return self._identity
+
+    @property
+    def count(self) -> int | None:
+        """How many slots the server has, None until that is known."""
+        return self._queue.count
 
     def scores(self) -> dict[int, float]:
         """What losing the cache in each slot would cost, by its number (`eviction.slot_score`)."""
@@ -293,6 +318,7 @@ class SlotSwitcher:
             slot.home = lease.folder
             slot.empty, slot.seen_idle = False, None
             slot.perhaps_busy = ending is Ending.BROKEN
+            slot.requests, slot.last = slot.requests + 1, lease.granted.outcome
         slot.idle_tries = 0
         if conversation is not None and ending is Ending.ANSWERED and slot.resident is not None and self.rewinds:
             hold = slot.lease = self._hold_of(slot)
@@ -800,6 +826,8 @@ class SlotSwitcher:
         """What a look tells of an idle slot."""
         before = slot.resident
         found, slot.resident = judge(before, reading)
+        if slot.resident is None:
+            self.gone.lost(before, found)
         slot.empty = slot.resident is None and (reading.task is None or reading.tokens == 0)
         mark = before.mark if before is not None else None
         untouched = mark is not None and mark.tokens > 0 and mark.task == reading.task
@@ -812,6 +840,7 @@ class SlotSwitcher:
                 self.server.shown,
                 slot.number,
             )
+            self._tell(Event("restart", server=self.server.shown, slot=slot.number))
             self.actions.restarted()
             self._identity = None
             self._clears = None
@@ -832,6 +861,7 @@ class SlotSwitcher:
         self._newest = max((reading.task for reading in readings if reading.task is not None), default=-1)
         for reading in readings:
             slot = self._queue.slot(reading.id)
+            slot.reading = reading
             known = before.get(reading.id) == (slot.epoch, slot.resident)
             if reading.id != but and known and slot.lease is None and not slot.yielding:
                 self._note(slot, reading)
@@ -873,11 +903,14 @@ class SlotSwitcher:
             and resident.model
             and (resident.model, resident.boot) != (identity.model, identity.boot)
         ):
+            self.gone.lost(resident, Found.RESTARTED)
             slot.resident = None
         return identity
 
     async def _look_up(self, key: str, identity: Identity, folder: CacheFolder) -> Saved | None:
         found = await folder.look_up(key, identity.model)
+        if found.problem in ("damaged", "other model"):
+            self.gone.note(key, found.problem)
         if found.problem == "damaged":
             self.actions.counts["damaged files"] += 1
             report.logger.warning("slot-cache: delete %s: the file is not what was saved", key)
@@ -899,7 +932,9 @@ class SlotSwitcher:
             return False
         after = await self.actions.save(slot.number, resident, folder)
         if after is None:
+            self.gone.note(resident.key, "save failed")
             return False
+        self.gone.back(resident.key)
         slot.resident = after
         self._task(self._tidy(folder, protected | {resident.key}))
         return True
@@ -939,6 +974,17 @@ class SlotSwitcher:
         enforced = await folder.enforce_limits(protected)
         for file in enforced.dropped:
             self.actions.counts["evictions"] += 1
+            self.gone.note(file.key, "evicted")
+            self._tell(
+                Event(
+                    "evict",
+                    server=self.server.shown,
+                    key=file.key,
+                    route=folder.route,
+                    tokens=file.tokens,
+                    bytes=file.size,
+                )
+            )
             report.info("delete %s: %.1f MB, over the route's limit", file.key, file.size / 1e6)
         if enforced.alone_over is not None:
             self._once.warn(

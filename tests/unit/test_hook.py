@@ -94,6 +94,11 @@ class Road:
         )
 
     async def headers(self, kwargs: Kwargs) -> dict[str, str] | None:
+        """What the client is told of the outcome alone."""
+        told = await self.all_headers(kwargs)
+        return None if told is None else {name: value for name, value in told.items() if name == "x-slot-cache"}
+
+    async def all_headers(self, kwargs: Kwargs) -> dict[str, str] | None:
         return await self.hook.async_post_call_response_headers_hook(
             data=kwargs, user_api_key_dict=None, response=None, request_headers={}, litellm_call_info={}
         )
