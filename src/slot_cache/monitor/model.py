@@ -26,10 +26,6 @@ MOST_TEXT = 320
 FRESH_SECONDS = 5.0
 """A source that has told of a slot in the last seconds is believed rather than one that knows less."""
 
-WINDOW_SECONDS = 5.0
-WINDOW = 64
-"""Speeds are those of the last tokens: so many, and no older than that."""
-
 State = Literal["unknown", "empty", "idle", "busy", "switch", "prefill", "decode"]
 Kind = Literal["request", "switch", "save", "restore", "miss", "evict", "why", "warning", "server"]
 
@@ -47,22 +43,21 @@ class Happening:
 
 @dataclass
 class Speed:
-    """Tokens a second, from readings of a counter."""
+    """Tokens a second since a counter was first seen: an average, as the server's own timings are."""
 
-    points: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    first: tuple[float, int] | None = None
+    last: tuple[float, int] | None = None
 
-    def see(self, at: float, count: int, window: float = WINDOW_SECONDS) -> float | None:
+    def see(self, at: float, count: int) -> float | None:
         """Note that the counter stood at `count`; returns the speed, None while there is none to be told."""
-        if self.points and (count < self.points[-1][1] or at < self.points[-1][0]):
-            self.points.clear()
-        self.points.append((at, count))
-        while len(self.points) > 2 and self.points[-1][0] - self.points[0][0] > window:
-            self.points.popleft()
-        (first_at, first), (last_at, last) = self.points[0], self.points[-1]
-        return (last - first) / (last_at - first_at) if last > first and last_at > first_at else None
+        if self.first is None or self.last is None or count < self.last[1] or at < self.last[0]:
+            self.first = (at, count)
+        self.last = (at, count)
+        tokens, seconds = count - self.first[1], at - self.first[0]
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
 
     def reset(self) -> None:
-        self.points.clear()
+        self.first = self.last = None
 
 
 @dataclass
@@ -312,7 +307,7 @@ class Dashboard:
             slot.decode_speed = slot.decode_points.see(now, decoded) or slot.decode_speed
         else:
             slot.state = "prefill"
-            slot.prefill_speed = slot.prefill_points.see(now, tokens, window=600.0) or slot.prefill_speed
+            slot.prefill_speed = slot.prefill_points.see(now, tokens) or slot.prefill_speed
             if slot.prompt_tokens:
                 slot.progress = min(tokens / slot.prompt_tokens, 1.0)
 
@@ -397,7 +392,7 @@ class Dashboard:
                 slot.prefill_points.see(clock, event.tokens)
             self._prefill(slot, event.tokens)
         elif isinstance(event, logs.Prefilling):
-            measured = slot.prefill_points.see(clock, event.tokens, window=600.0)
+            measured = slot.prefill_points.see(clock, event.tokens)
             slot.prefill_speed = event.speed or measured or slot.prefill_speed
             self._prefill(slot, event.tokens)
             slot.progress = event.progress

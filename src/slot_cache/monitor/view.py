@@ -240,7 +240,8 @@ def _server(server: ServerView, width: int) -> Text:
 
 def _row(slot: SlotView, columns: Sequence[_Column], look: Look, *, selected: bool, text_width: int) -> Text:
     mark = ">" if selected else " "
-    line = Text(f"{mark}{'*' if slot.next_to_go else ' '}{slot.id:>2}", style="reverse" if selected else "")
+    goes_next = slot.next_to_go and slot.state != "empty"
+    line = Text(f"{mark}{'*' if goes_next else ' '}{slot.id:>2}", style="reverse" if selected else "")
     for column in columns:
         line.append(" ")
         line.append(_cell(_value(slot, column, look), column), style=_style(slot, column))
@@ -258,6 +259,8 @@ def _value(slot: SlotView, column: _Column, look: Look) -> str:
         if slot.state == "idle":
             return "idle, new" if slot.dirty else "idle, cache"
         return slot.state
+    if slot.state == "empty" and column in (_SESSION, _MESSAGES, _SCORE):
+        return "-"  # the plugin remembers what was there until it looks again
     if column is _SESSION:
         return clean(short(slot.session or slot.key)) or "-"
     if column is _MESSAGES:
