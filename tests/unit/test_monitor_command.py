@@ -111,6 +111,16 @@ def test_in_a_pipe_it_wants_once_or_json(capsys: pytest.CaptureFixture[str]) -> 
     assert "--once" in capsys.readouterr().err
 
 
+def test_in_a_terminal_that_knows_lines_only_it_wants_once() -> None:
+    with Terminal() as terminal:
+        terminal.start(
+            [sys.executable, "-m", "slot_cache", "monitor", "--log", LOG], {"PYTHONPATH": SOURCE, "TERM": "dumb"}
+        )
+        assert terminal.wait() == 2
+        terminal.until(lambda: b"--once" in terminal.output)
+        assert b"\x1b" not in terminal.output
+
+
 def test_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", "--log", LOG, "--once"]) == 0
     shown = capsys.readouterr().out.splitlines()

@@ -146,6 +146,23 @@ def test_the_log_is_believed_before_a_reading_that_was_under_way() -> None:
     assert slot(board).state == "decode"
 
 
+def test_the_clocks_of_the_server_and_of_the_monitor_are_kept_apart() -> None:
+    board = told_by_log(log_until("memory_seq_rm"))
+    for second, tokens in ((2, 256), (3, 512)):
+        board.slots(SERVER, None, [reading(0), reading(1, tokens=tokens, busy=True)], NOON + second)
+    assert slot(board).prefill_speed == 256.0
+    assert slot(board).progress == pytest.approx(512 / 691)  # of the prompt that the log has told
+    assert slot(board).decode_speed is None
+    told_by_log(
+        "0.12.446.863 I slot print_timing: id  1 | task 0 | prompt processing, n_tokens = 512, progress = 0.74, "
+        "t = 1.00 s / 512.00 tokens per second",
+        board,
+        NOON + 3.5,
+    )
+    board.slots(SERVER, None, [reading(0), reading(1, tokens=640, busy=True)], NOON + 6)
+    assert slot(board).prefill_speed == 512.0  # the server itself has measured it
+
+
 def test_a_server_that_sleeps_has_empty_slots() -> None:
     board = Dashboard()
     board.slots(SERVER, None, [reading(0, tokens=100)], NOON)
@@ -187,6 +204,17 @@ def test_a_server_that_the_proxy_knows_by_another_address_is_the_same() -> None:
     board.slots(SERVER, None, [reading(0, tokens=777)], NOON)
     board.status(status(slot_status(0, session=HARBOUR, key=HARBOUR_KEY), server={"server": "http://llama:8080"}), NOON)
     assert slot(board, 0).session == HARBOUR
+
+
+@pytest.mark.parametrize("address", ["", "http://x:abc", "http://[", "\0", "ftp://x", "http://user:secret@h:1"])
+def test_an_address_may_be_nonsense(address: str) -> None:
+    board = Dashboard()
+    board.slots(SERVER, None, [reading(0, tokens=777)], NOON)
+    told = status(slot_status(0), server={"server": address, "model": "m"})
+    board.status(told, NOON)
+    board.status({**told, "servers": told["servers"] * 2}, NOON)
+    board.plugin_event({"kind": "save", "server": address, "slot": 0}, NOON)
+    assert not any("secret" in server.address for server in board.servers.values())
 
 
 def test_what_changed_between_two_statuses() -> None:

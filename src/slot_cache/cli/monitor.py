@@ -85,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         settings = settings_of(arguments, os.environ)
         if not (arguments.once or arguments.json) and not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise SettingsError("this is no terminal; in a script: --once, --json")
+        if not (arguments.once or arguments.json) and os.environ.get("TERM", "dumb") == "dumb":
+            raise SettingsError("this terminal shows lines only (TERM): --once")
         options = app.Options(**{field.name: getattr(settings, field.name) for field in fields(Settings)})
         return app.run(options, _print, once=arguments.once, as_json=arguments.json)
     except (SettingsError, SourceError) as error:

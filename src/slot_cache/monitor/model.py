@@ -69,6 +69,8 @@ class SlotView:
         progress: 0 to 1 of the prompt.
         decoded, remaining: tokens of the answer.
         text: the end of what it generates, as it came.
+        log_prefill, log_decode, slots_prefill, slots_decode: what is counted where; the server's clock is not ours.
+        logged: the speeds that the log tells, so that nothing else has to.
     """
 
     id: int
@@ -96,8 +98,11 @@ class SlotView:
     requests: int | None = None
     log_at: float = float("-inf")
     slots_at: float = float("-inf")
-    prefill_points: Speed = field(default_factory=Speed)
-    decode_points: Speed = field(default_factory=Speed)
+    log_prefill: Speed = field(default_factory=Speed)
+    log_decode: Speed = field(default_factory=Speed)
+    slots_prefill: Speed = field(default_factory=Speed)
+    slots_decode: Speed = field(default_factory=Speed)
+    logged: set[str] = field(default_factory=set)
     timings: dict[str, logs.Timing] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -105,8 +110,9 @@ class SlotView:
         self.progress = self.decoded = self.remaining = self.prompt_tokens = self.cached = None
         self.prefill_speed = self.decode_speed = None
         self.text = ""
-        self.prefill_points.reset()
-        self.decode_points.reset()
+        for speed in (self.log_prefill, self.log_decode, self.slots_prefill, self.slots_decode):
+            speed.reset()
+        self.logged.clear()
         self.timings.clear()
 
     @property
@@ -209,13 +215,10 @@ class Dashboard:
 
     def server(self, address: str, model: str | None = None) -> ServerView:
         """The server at this address, made when it is new."""
-        try:
-            where = (same_server_key(address), model or "")
-        except ValueError:
-            where = (address, model or "")
+        where = (_place(address), model or "")
         found = self.servers.get(where)
         if found is None:
-            found = ServerView(shown_url(address), model)
+            found = ServerView(_shown(address), model)
             if len(self.servers) < MOST_SERVERS:
                 self.servers[where] = found
         return found
@@ -263,7 +266,7 @@ class Dashboard:
 
     def gone(self, address: str, models: Iterable[str]) -> None:
         """The models of a router that are loaded are these; the slots of the others are no more."""
-        kept, here = set(models), same_server_key(address)
+        kept, here = set(models), _place(address)
         for (where, model), server in self.servers.items():
             if where == here and model and model not in kept:
                 server.slots.clear()
@@ -304,10 +307,14 @@ class Dashboard:
             slot.state, slot.progress = "decode", None
             slot.decoded, slot.remaining = decoded, remaining
             slot.prompt_tokens = max(tokens - decoded, 0)
-            slot.decode_speed = slot.decode_points.see(now, decoded) or slot.decode_speed
+            speed = slot.slots_decode.see(now, decoded)
+            if "decode" not in slot.logged:
+                slot.decode_speed = speed or slot.decode_speed
         else:
             slot.state = "prefill"
-            slot.prefill_speed = slot.prefill_points.see(now, tokens) or slot.prefill_speed
+            speed = slot.slots_prefill.see(now, tokens)
+            if "prefill" not in slot.logged:
+                slot.prefill_speed = speed or slot.prefill_speed
             if slot.prompt_tokens:
                 slot.progress = min(tokens / slot.prompt_tokens, 1.0)
 
@@ -379,7 +386,7 @@ class Dashboard:
         if isinstance(event, logs.Started):
             slot.begin()
             slot.state, slot.task = "prefill", event.task
-            slot.prefill_points.see(clock, 0)
+            slot.log_prefill.see(clock, 0)
         elif isinstance(event, logs.NewSlot):
             slot.begin()
             slot.context, slot.state, slot.tokens = event.context, "empty", 0
@@ -388,12 +395,14 @@ class Dashboard:
         elif isinstance(event, logs.Cached):
             if slot.cached is None:  # later ones count what this prompt has brought
                 slot.cached = event.tokens
-                slot.prefill_points.reset()
-                slot.prefill_points.see(clock, event.tokens)
+                slot.log_prefill.reset()
+                slot.log_prefill.see(clock, event.tokens)
             self._prefill(slot, event.tokens)
         elif isinstance(event, logs.Prefilling):
-            measured = slot.prefill_points.see(clock, event.tokens)
-            slot.prefill_speed = event.speed or measured or slot.prefill_speed
+            measured = event.speed or slot.log_prefill.see(clock, event.tokens)
+            if measured:
+                slot.prefill_speed = measured
+                slot.logged.add("prefill")
             self._prefill(slot, event.tokens)
             slot.progress = event.progress
         elif isinstance(event, logs.Prefilled):
@@ -401,15 +410,19 @@ class Dashboard:
         elif isinstance(event, logs.Token):
             if slot.state != "decode":
                 slot.text = ""
-                slot.decode_points.reset()
+                slot.log_decode.reset()
             slot.state, slot.progress = "decode", None
             slot.decoded, slot.remaining = event.decoded, event.remaining if event.remaining >= 0 else None
             if slot.prompt_tokens is not None:
                 slot.tokens = slot.prompt_tokens + event.decoded
             slot.text = (slot.text + event.text)[-MOST_TEXT:]
-            slot.decode_speed = slot.decode_points.see(clock, event.decoded) or slot.decode_speed
+            measured = slot.log_decode.see(clock, event.decoded)
+            if measured:
+                slot.decode_speed = measured
+                slot.logged.add("decode")
         elif isinstance(event, logs.Timing):
             slot.timings[event.phase] = event
+            slot.logged.add(event.phase)
             if event.phase == "prefill":
                 slot.prefill_speed = event.speed or slot.prefill_speed
             elif event.phase == "decode":
@@ -514,7 +527,7 @@ class Dashboard:
         """The server of the status; the one that is asked itself if the proxy knows it by another address."""
         model = entry.get("model") if isinstance(entry.get("model"), str) else None
         here = self._direct or self._log_server
-        if here is not None and servers == 1 and model is None and same_server_key(here) != same_server_key(address):
+        if here is not None and servers == 1 and model is None and _place(here) != _place(address):
             return self.server(here)
         return self.server(address, model)
 
@@ -662,6 +675,21 @@ def short(name: str | None) -> str:
         return ""
     digits = name.rpartition("_")[2]
     return digits[:8] if len(digits) == 32 else name[:16]
+
+
+def _shown(address: str) -> str:
+    try:
+        return shown_url(address)
+    except ValueError:
+        return "?"
+
+
+def _place(address: str) -> str:
+    """Equal for addresses of the same server, whatever a status holds for one."""
+    try:
+        return same_server_key(address)
+    except ValueError:
+        return address
 
 
 def _after(words: str | None) -> str:

@@ -257,7 +257,7 @@ def _value(slot: SlotView, column: _Column, look: Look) -> str:
         if slot.state == "prefill" and slot.progress is not None:
             return f"prefill {100 * slot.progress:.0f}%"
         if slot.state == "idle":
-            return "idle, new" if slot.dirty else "idle, cache"
+            return "idle, dirty" if slot.dirty else "idle, cache"
         return slot.state
     if slot.state == "empty" and column in (_SESSION, _MESSAGES, _SCORE):
         return "-"  # the plugin remembers what was there until it looks again
