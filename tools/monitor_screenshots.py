@@ -38,10 +38,10 @@ SVG = re.sub(r"@font-face \{\{.*?\n\s*\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.
 
 async def converse(proxy: LiteLLMProxy, name: str, turns: int) -> None:
     """A conversation about a long text, with long answers."""
-    conversation = Conversation(name, document(f"of the {name}", sentences=40), "smol")
+    conversation = Conversation(name, document(f"of the {name}", sentences=24), "smol")
     async with open_client(proxy.url, proxy.key) as client:
         for _ in range(turns):
-            await conversation.turn(client, QUESTION, 150, extra_body={"ignore_eos": True})
+            await conversation.turn(client, QUESTION, 80, extra_body={"ignore_eos": True})
 
 
 def worth_showing(monitor: Monitor) -> bool:
@@ -49,16 +49,16 @@ def worth_showing(monitor: Monitor) -> bool:
     slots = [slot for server in monitor.board.shown for slot in server.slots.values()]
     kinds = {event.kind for event in monitor.board.events}
     computing = any(slot.state == "prefill" and slot.progress and 0.2 < slot.progress < 0.95 for slot in slots)
-    writing = any(slot.state == "decode" and len(slot.text) > 100 and slot.decode_speed for slot in slots)
-    return computing and writing and {"save", "restore", "switch"} <= kinds
+    writing = any(slot.state == "decode" and len(slot.text) > 60 and slot.decode_speed for slot in slots)
+    reused = monitor.board.totals is not None and monitor.board.totals.reused > 0
+    return computing and writing and reused and {"save", "restore", "switch"} <= kinds
 
 
 def draw(monitor: Monitor, folder: Path) -> None:
     """Write the pictures."""
     for name, (width, height) in SIZES.items():
         console = Console(record=True, file=io.StringIO(), width=width, height=height, force_terminal=True)
-        look = Look(selected=None)
-        console.print(Screen(monitor.board, look, time.time(), size=(width, height)), end="")
+        console.print(Screen(monitor.board, Look(), time.time(), size=(width, height)), end="")
         console.save_svg(str(folder / name), title="slot-cache monitor", code_format=SVG, unique_id="slot-cache")
         print(folder / name)
 

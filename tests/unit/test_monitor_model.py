@@ -199,6 +199,15 @@ def test_the_status_tells_who_sits_there() -> None:
     assert (board.totals.reused, board.totals.requests["cold"]) == (8000, 2)
 
 
+def test_who_has_a_slot_now() -> None:
+    board = Dashboard()
+    told = slot_status(0, key=HARBOUR_KEY, session=HARBOUR, state="prefill")
+    for holder, seconds, shown in ((ORCHARD_KEY, 0.5, ORCHARD_KEY), (None, 0.5, "new"), (None, None, None)):
+        board.status(status({**told, "holder": holder, "holder_seconds": seconds}), NOON)
+        assert slot(board, 0).holder == shown
+        assert slot(board, 0).session == HARBOUR
+
+
 def test_a_server_that_the_proxy_knows_by_another_address_is_the_same() -> None:
     board = Dashboard()
     board.slots(SERVER, None, [reading(0, tokens=777)], NOON)
@@ -273,7 +282,7 @@ def test_events_that_the_plugin_tells() -> None:
     assert [(event.kind, event.text) for event in board.events] == [
         ("save", "slot 0: saved abababab: 1,092 tokens, 25.0 MB, 12.3 ms"),
         ("restore", "slot 0: restored abababab: 1,092 tokens, 25.0 MB, 12.3 ms"),
-        ("switch", "slot 0: abababab, waited 31 ms"),
+        ("switch", "slot 0: abababab, waited 31.0 ms"),
         ("miss", "slot 0: abababab cold, reused 8, computed 701"),
         ("why", "slot 0: abababab cold, reused 8, computed 701; message 3 (user) was edited"),
         ("evict", "deleted abababab: 25.0 MB"),

@@ -70,6 +70,7 @@ class SlotView:
         decoded, remaining: tokens of the answer.
         text: the end of what it generates, as it came.
         log_prefill, log_decode, slots_prefill, slots_decode: what is counted where; the server's clock is not ours.
+        session, key: whose cache is in it; holder: who has it now, "new" for one that has no name yet.
         logged: the speeds that the log tells, so that nothing else has to.
     """
 
@@ -90,6 +91,7 @@ class SlotView:
     key: str | None = None
     route: str | None = None
     messages: int | None = None
+    holder: str | None = None
     outcome: str | None = None
     dirty: bool = False
     score: float | None = None
@@ -487,12 +489,12 @@ class Dashboard:
         tokens, size, seconds = _whole(told.get("tokens")), _whole(told.get("bytes")), _number(told.get("seconds"))
         amounts = [f"{tokens:,} tokens"] if tokens is not None else []
         amounts += [f"{size / 1e6:,.1f} MB"] if size is not None else []
-        amounts += [f"{seconds * 1000:,.1f} ms"] if seconds is not None else []
+        amounts += [_lasting(seconds)] if seconds is not None else []
         if kind in ("save", "restore"):
             done: Kind = "save" if kind == "save" else "restore"
             self.happened(at, done, f"{where}{kind}d {who}: {', '.join(amounts)}", slot)
         elif kind == "switch":
-            waited = f", waited {seconds * 1000:,.0f} ms" if seconds else ""
+            waited = f", waited {_lasting(seconds)}" if seconds else ""
             self.happened(at, "switch", f"{where}{who}{waited}{_after(words)}", slot)
         elif kind == "request":
             outcome, cause = _text(told.get("outcome")) or "-", _text(told.get("cause"))
@@ -561,6 +563,8 @@ class Dashboard:
             kind: Kind = "miss" if outcome == "cold" else "request"
             self.happened(now, kind, f"slot {slot.id}: {short(session or key) or 'no session'} {outcome}", slot)
         slot.key, slot.session, slot.outcome, slot.requests = key, session, outcome, requests
+        held = told.get("holder_seconds") is not None
+        slot.holder = (_text(told.get("holder")) or "new") if held else None
         slot.route, slot.messages = _text(told.get("route")), _whole(told.get("messages"))
         slot.dirty, slot.next_to_go = told.get("dirty") is True, told.get("next_to_go") is True
         slot.score = _number(told.get("score")) if key else None
@@ -690,6 +694,10 @@ def _place(address: str) -> str:
         return same_server_key(address)
     except ValueError:
         return address
+
+
+def _lasting(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
 def _after(words: str | None) -> str:

@@ -120,7 +120,7 @@ def render(board: Dashboard, look: Look, now: float, width: int, height: int) ->
     if look.history and look.selected is not None:
         rest = _history(board, look, width, room)
     elif room > 1:
-        caches = _caches(board, look, now, width, max(min(2 + room // 3, 12), 2) if room > 6 else 1)
+        caches = _caches(board, look, now, width, min(1 + room // 4, 12) if room > 6 else 1)
         rest = caches + _events(board.events, "events", look, width, room - len(caches))
     lines = [*lines, *slots, *rest][: height - len(footer)]
     lines += [Text()] * (height - len(footer) - len(lines)) if footer else []
@@ -262,7 +262,7 @@ def _value(slot: SlotView, column: _Column, look: Look) -> str:
     if slot.state == "empty" and column in (_SESSION, _MESSAGES, _SCORE):
         return "-"  # the plugin remembers what was there until it looks again
     if column is _SESSION:
-        return clean(short(slot.session or slot.key)) or "-"
+        return clean(short(slot.holder or slot.session or slot.key)) or "-"
     if column is _MESSAGES:
         return "-" if slot.messages is None else str(min(slot.messages, 999))
     if column is _TOKENS:
