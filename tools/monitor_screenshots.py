@@ -36,12 +36,27 @@ QUESTION = "Tell a long story about the people in this chronicle."
 SVG = re.sub(r"@font-face \{\{.*?\n\s*\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.S)
 
 
-async def converse(proxy: LiteLLMProxy, name: str, turns: int) -> None:
+async def converse(proxy: LiteLLMProxy, name: str, turns: int, sentences: int = 24) -> None:
     """A conversation about a long text, with long answers."""
-    conversation = Conversation(name, document(f"of the {name}", sentences=24), "smol")
+    conversation = Conversation(name, document(f"of the {name}", sentences=sentences), "smol")
     async with open_client(proxy.url, proxy.key) as client:
         for _ in range(turns):
             await conversation.turn(client, QUESTION, 80, extra_body={"ignore_eos": True})
+
+
+async def visit(proxy: LiteLLMProxy, monitor: Monitor) -> None:
+    """New conversations, one after the other, as soon as the others have come back to their caches."""
+    number = 0
+    while True:
+        if reused(monitor):
+            number += 1
+            await converse(proxy, f"visitor {number}", turns=1, sentences=70)
+        await asyncio.sleep(0.1)
+
+
+def reused(monitor: Monitor) -> bool:
+    """Whether a request has found its cache again."""
+    return monitor.board.totals is not None and monitor.board.totals.reused > 0
 
 
 def worth_showing(monitor: Monitor) -> bool:
@@ -50,8 +65,7 @@ def worth_showing(monitor: Monitor) -> bool:
     kinds = {event.kind for event in monitor.board.events}
     computing = any(slot.state == "prefill" and slot.progress and 0.2 < slot.progress < 0.95 for slot in slots)
     writing = any(slot.state == "decode" and len(slot.text) > 60 and slot.decode_speed for slot in slots)
-    reused = monitor.board.totals is not None and monitor.board.totals.reused > 0
-    return computing and writing and reused and {"save", "restore", "switch"} <= kinds
+    return computing and writing and reused(monitor) and {"save", "restore", "switch"} <= kinds
 
 
 def draw(monitor: Monitor, folder: Path) -> None:
@@ -69,6 +83,7 @@ async def run(server: EmbeddedServer, proxy: LiteLLMProxy, folder: Path, seconds
     monitor = Monitor(Options(proxy=proxy.url, key=proxy.key, server=server.base_url, log=log, rate=1.0))
     tasks = [asyncio.ensure_future(source.run()) for source in monitor.sources]
     talks = [asyncio.ensure_future(converse(proxy, name, turns=12)) for name in SESSIONS]
+    talks.append(asyncio.ensure_future(visit(proxy, monitor)))
     try:
         deadline = time.monotonic() + seconds
         while not worth_showing(monitor):

@@ -230,6 +230,7 @@ _SLOT_FIELDS = (
         "decode_speed",
         "session",
         "key",
+        "holder",
         "route",
         "messages",
         "outcome",
