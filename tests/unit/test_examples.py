@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import yaml
 
 from slot_cache import __version__
-from slot_cache.cli import _parser
+from slot_cache.cli import _parser, monitor
 from slot_cache.settings import ENVIRONMENT, SESSION_HEADERS, Settings, asks_for_it, read_settings
 from slot_cache.state import Outcome
 from slot_cache.steady import READY
@@ -332,3 +333,47 @@ def test_plain_text(path: Path) -> None:
     assert not re.search(r"[ \t]+$", text, re.MULTILINE)
     unusual = {char for char in text if ord(char) > 0x2FFF or 0x2600 <= ord(char) <= 0x27BF}
     assert not unusual, unusual
+
+
+# services
+
+
+UNITS = sorted((TOP / "examples" / "systemd").glob("*.service"))
+
+
+@pytest.mark.parametrize("path", UNITS, ids=relative)
+def test_systemd_takes_the_units(path: Path, tmp_path: Path) -> None:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd-analyze is not installed")
+    for unit in UNITS:  # they name each other, and programs that are not here
+        (tmp_path / unit.name).write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text()))
+    checked = subprocess.run(
+        [program, "verify", tmp_path / path.name], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_services_fit_together() -> None:
+    server, proxy = (
+        (TOP / "examples" / "systemd" / f"{name}.service").read_text() for name in ("llama-server", "litellm")
+    )
+    rotated = (TOP / "examples" / "logrotate.conf").read_text()
+    log = re.search(r"(?m)^StandardOutput=append:(\S+)$", server)
+    assert log
+    assert Path(log[1]).match("/var/log/llama-server/*.log")
+    assert "/var/log/llama-server/*.log {" in rotated
+    assert re.search(r"(?m)^    copytruncate$", rotated)
+    assert log[1] in README.read_text()
+    assert "--slot-save-path /var/lib/slot-cache " in server
+    assert re.search(r"(?m)^StateDirectory=.*\bslot-cache\b", server)
+    assert re.search(r"(?m)^StateDirectory=.*\bslot-cache\b", proxy)
+    assert re.findall(r"(?m)^(?:User|Group)=(\w+)$", server + proxy) == ["llama"] * 4
+
+
+def test_the_monitors_settings_are_all_told() -> None:
+    told = load(CONFIG)[monitor.SECTION]
+    assert set(told) == {field.name for field in fields(monitor.Settings)}
+    arguments = _parser().parse_args(["monitor", "--config", str(CONFIG)])
+    settings = monitor.settings_of(arguments, {"LITELLM_MASTER_KEY": "sk-x"})
+    assert (settings.key, settings.server_key, settings.rate) == ("sk-x", None, 1.0)

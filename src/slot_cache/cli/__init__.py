@@ -11,7 +11,7 @@ from types import FrameType
 
 from slot_cache import __version__
 
-COMMANDS = ("demo", "bench", "simulate", "caches", "doctor", "why")
+COMMANDS = ("demo", "bench", "simulate", "caches", "doctor", "why", "monitor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
