@@ -126,6 +126,7 @@ def status(*slots: dict[str, Any], caches: tuple[dict[str, Any], ...] = (), **to
         "caches": list(caches),
     }
     totals = {
+        "steadied": {},
         "requests": {"resident": 3, "restored": 5, "donor": 0, "cold": 2, "unmanaged": 0},
         "tokens_reused": 8000,
         "tokens_computed": 2000,
