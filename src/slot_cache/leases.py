@@ -172,6 +172,11 @@ class Slot:
     """waits for the lock that another process holds"""
 
     @property
+    def nobodys(self) -> bool:
+        """This process has nothing to do with it right now."""
+        return self.lease is None and not self.locked and not self.yielding
+
+    @property
     def unmarked(self) -> bool:
         """Its last request has ended a moment ago, and what that has left was not looked at yet."""
         return self.resident is not None and self.resident.dirty and self.resident.mark is None

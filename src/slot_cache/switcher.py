@@ -16,15 +16,16 @@ from slot_cache.events import Event
 from slot_cache.eviction import slot_score
 from slot_cache.folder import CacheFolder, tag_of
 from slot_cache.gone import Gone
-from slot_cache.index import IndexThread, SlotRow
+from slot_cache.index import IndexThread
 from slot_cache.leases import Granted, Lease, LeaseQueue, NoTurnError, Slot, Which, of_keys
 from slot_cache.llama_server import LlamaServer, LlamaServerError
 from slot_cache.matching import Donor, Known, continued, continues, donor_of
 from slot_cache.model import Identity
-from slot_cache.plan import Found, Plan, SlotView, judge, make_plan, order_slots, worth_saving
+from slot_cache.plan import Plan, SlotView, make_plan, order_slots, worth_saving
 from slot_cache.prompt import links, shared_links, shared_part
 from slot_cache.rewind import Conversation, find_point
 from slot_cache.slot_actions import SlotActions
+from slot_cache.slot_book import SlotBook
 from slot_cache.start_gate import StartGate
 from slot_cache.state import Ending, Mark, Outcome, Resident, Saved, SlotReading, Want
 
@@ -137,14 +138,6 @@ class SlotSwitcher:
         self.actions = SlotActions(server, self._once, clock, tell)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loose: dict[Lease, float] = {}
-        self._identity: Identity | None = None
-        self._clears: bool | None = None
-        """whether a task's start empties the server's idle slots; None: not seen yet"""
-        self._newest = -1
-        """the newest task that the last look has shown"""
-        self._computing = False
-        """the last look has shown a request at work"""
-        server.has_a_reason = self._has_a_reason
         self._queue = LeaseQueue(
             name=name,
             lock_folder=lock_folder,
@@ -155,6 +148,18 @@ class SlotSwitcher:
             start=self._task,
             clock=clock,
         )
+        self._book = SlotBook(
+            server,
+            self.actions,
+            self._queue,
+            index,
+            name=name,
+            lock_folder=lock_folder,
+            clock=clock,
+            gone=self.gone,
+            tell=tell,
+        )
+        server.has_a_reason = self._book.has_a_reason
         self._gate = StartGate(lock_folder, f"{self._queue.digest}-start")
 
     @property
@@ -185,7 +190,7 @@ class SlotSwitcher:
     @property
     def identity(self) -> Identity | None:
         """The server's model, as it was last told."""
-        return self._identity
+        return self._book.identity
 
     @property
     def count(self) -> int | None:
@@ -199,7 +204,7 @@ class SlotSwitcher:
     @property
     def clears_idle(self) -> bool:
         """Whether it must be taken that a task's start empties the server's idle slots."""
-        return self._clears is not False and (self._queue.count or 1) > 1
+        return self._book.clears is not False and (self._queue.count or 1) > 1
 
     async def aclose(self) -> None:
         """End the background work, free the locks, close the connections. Nothing is saved.
@@ -282,7 +287,7 @@ class SlotSwitcher:
     @property
     def rewinds(self) -> bool:
         """Whether slots are rewound after their requests."""
-        return self.actions.needs_rewind(self._identity)
+        return self.actions.needs_rewind(self._book.identity)
 
     def rewinds_after(self, lease: Lease) -> bool:
         """As `LeaseOwner` says."""
@@ -359,7 +364,7 @@ class SlotSwitcher:
         """Leave the slot to another process that waits for it."""
         try:
             await self._mark(slot)
-            await self._write_down(slot)
+            await self._book.write_down(slot)
         finally:
             slot.yielding = False
             self._queue.unlock(slot)
@@ -417,11 +422,11 @@ class SlotSwitcher:
             self._free(slot, lambda: self._settle(slot, slot.epoch, idle_seconds, sent=slot.perhaps_busy))
 
     async def _rewound(self, slot: Slot, conversation: Conversation) -> None:
-        reading = await self._look(slot.number)
+        reading = await self._book.look(slot.number)
         if reading.processing:
             return
-        self._judge(slot, reading)
-        identity = await self._identify(slot)
+        self._book.judge(slot, reading)
+        identity = await self._book.identify(slot)
         if slot.resident is None or not self.actions.needs_rewind(identity):
             return
 
@@ -446,7 +451,7 @@ class SlotSwitcher:
                 self.actions.rewind_too_slow(identity, seconds, point.whole)
             raise
         self.actions.rewound(identity, had, computed, point.whole)
-        reading = await self._look(slot.number)
+        reading = await self._book.look(slot.number)
         if reading.task is not None and not reading.processing:
             mark = Mark(reading.task, reading.tokens)
             slot.resident = replace(slot.resident, mark=mark, dirty=True, whole=True, rewound=True)
@@ -472,7 +477,7 @@ class SlotSwitcher:
                 await asyncio.sleep(LOST_AFTER_SECONDS)
                 continue
             try:
-                reading = await self._look(slot.number)
+                reading = await self._book.look(slot.number)
             except LlamaServerError:
                 idle_since = None
                 await asyncio.sleep(LOST_AFTER_SECONDS)
@@ -552,10 +557,10 @@ class SlotSwitcher:
         """Compare the lease's slot with what we remember of it. None: look once more, the lease has another slot, or the
         model had to be loaded again."""
         slot = lease.place
-        await self._read_up(slot)
-        await self._refresh()
+        await self._book.read_up(slot)
+        await self._book.refresh()
         try:
-            reading = await self._look(slot.number)
+            reading = await self._book.look(slot.number)
         except LlamaServerError as error:
             if not isinstance(lease.which, int) and slot.number >= (self._queue.count or 1):
                 await self._retake(lease, deadline)
@@ -573,7 +578,7 @@ class SlotSwitcher:
         if not reading.processing:
             slot.perhaps_busy = False
             lease.reading = reading
-            self._judge(slot, reading)
+            self._book.judge(slot, reading)
         return reading
 
     async def _retake(self, lease: Lease, deadline: float) -> None:
@@ -633,7 +638,7 @@ class SlotSwitcher:
                 if not self._gate.wanted():
                     continue
                 with contextlib.suppress(LlamaServerError):
-                    reading = await self._look(lease.slot)
+                    reading = await self._book.look(lease.slot)
                     if reading.processing or lease.reading is None or reading.task != lease.reading.task:
                         return
         finally:
@@ -644,11 +649,11 @@ class SlotSwitcher:
         slot = lease.place
         reading = await self._look_at_place(lease, deadline)
         if reading is not None and not reading.processing and self._worth_saving(slot):
-            identity = await self._identify(slot)
+            identity = await self._book.identify(slot)
             if self.actions.works_for(identity) and self._worth_saving(slot):
                 await self._save(slot, set())
         if self._lock_folder is not None and reading is not None and slot.lease is lease:
-            await self._give_up(slot, reading)
+            await self._book.give_up(slot, reading)
         lease.safe.set()
 
     async def _put_others_away(self, lease: Lease) -> None:
@@ -665,7 +670,7 @@ class SlotSwitcher:
         acted = await self._others_end()
         if acted:
             await asyncio.sleep(BUSY_PAUSES[1])
-        await self._refresh()
+        await self._book.refresh()
         for other in await self._ending(lease):
             acted = True
             with contextlib.suppress(asyncio.TimeoutError):
@@ -698,7 +703,7 @@ class SlotSwitcher:
         ]
         if not sent:
             return []
-        readings = {reading.id: reading for reading in await self._look_at_all()}
+        readings = {reading.id: reading for reading in await self._book.look_at_all()}
         ending = []
         for slot, other in sent:
             reading = readings.get(slot.number)
@@ -715,11 +720,11 @@ class SlotSwitcher:
 
     async def _others_end(self) -> bool:
         """Whether another process has a slot whose request ends just now, or has left there what it has not saved yet."""
-        taken = [slot for slot in self.slots.values() if _is_nobodys(slot) and slot.lock.taken()]
+        taken = [slot for slot in self.slots.values() if slot.nobodys and slot.lock.taken()]
         if not taken:
             return False
         rows = {row.slot: row for row in await self._index.call(self._index.index.slots, self.name)}
-        readings = {reading.id: reading for reading in await self._look_at_all()}
+        readings = {reading.id: reading for reading in await self._book.look_at_all()}
         for slot in taken:
             reading, row = readings.get(slot.number), rows.get(slot.number)
             if reading is None or not reading.tokens:
@@ -742,7 +747,7 @@ class SlotSwitcher:
             if plan.erase and not self.actions.off:
                 await self._erase(slot)
             return Granted(plan.outcome)
-        identity = lease.identity = await self._identify(slot)
+        identity = lease.identity = await self._book.identify(slot)
         works = self.actions.works_for(identity)
         at_home = self._shares(lease, slot) > 0
         if works and not at_home and self._worth_saving(slot):
@@ -882,98 +887,6 @@ class SlotSwitcher:
         outcome = await self._restore(lease, want, folder, saved, reading, identity, donor=key)
         return (Outcome.DONOR, donor.tokens) if outcome is Outcome.RESTORED else (outcome, 0)
 
-    def _judge(self, slot: Slot, reading: SlotReading) -> None:
-        """What a look tells of an idle slot."""
-        before = slot.resident
-        found, slot.resident = judge(before, reading)
-        if slot.resident is None:
-            self.gone.lost(before, found)
-        slot.empty = slot.resident is None and (reading.task is None or reading.tokens == 0)
-        mark = before.mark if before is not None else None
-        untouched = mark is not None and mark.tokens > 0 and mark.task == reading.task
-        ours = slot.locked or not slot.lock.touched()  # else another process may have put something there
-        if (
-            untouched and ours and slot.seen_idle is not None and slot.seen_idle < self._newest
-        ):  # a task started elsewhere
-            self._clears = reading.tokens == 0
-        slot.seen_idle = self._newest if slot.resident is not None else None
-        if found is Found.RESTARTED:
-            report.info(
-                "%s slot %d: the server was started again, or slept: its slots are empty",
-                self.server.shown,
-                slot.number,
-            )
-            self._tell(Event("restart", server=self.server.shown, slot=slot.number))
-            self.actions.restarted()
-            self._identity = None
-            self._clears = None
-
-    async def _look(self, number: int) -> SlotReading:
-        """Look at one slot."""
-        readings = await self._look_at_all(number)
-        for reading in readings:
-            if reading.id == number:
-                return reading
-        raise LlamaServerError("refused", f"the server has no slot {number}, it has {len(readings)}")
-
-    async def _look_at_all(self, but: int | None = None) -> list[SlotReading]:
-        """Look at the slots; what is learned of the idle ones that nobody has is noted, but for one."""
-        before = {slot.number: (slot.epoch, slot.resident) for slot in self.slots.values() if slot.lease is None}
-        readings = await self.server.slots()
-        self._computing = any(reading.processing for reading in readings)
-        self._newest = max((reading.task for reading in readings if reading.task is not None), default=-1)
-        for reading in readings:
-            slot = self._queue.slot(reading.id)
-            slot.reading = reading
-            known = before.get(reading.id) == (slot.epoch, slot.resident)
-            if reading.id != but and known and slot.lease is None and not slot.yielding:
-                self._note(slot, reading)
-        gone = set(self.slots) - {reading.id for reading in readings}
-        for number in gone:  # the server was started again with fewer
-            if self.slots[number].lease is None:
-                self.slots[number].resident = None
-        if self._queue.count != len(readings):
-            self._queue.count = len(readings)
-            self._queue.hand_on_all()
-        return readings
-
-    def _note(self, slot: Slot, reading: SlotReading) -> None:
-        slot.strangers = reading.processing and not slot.perhaps_busy
-        if slot.strangers:
-            slot.resident = None
-        elif not reading.processing:
-            self._judge(slot, reading)
-
-    async def _has_a_reason(self) -> bool:
-        """Whether a server that does not answer in time is busy with what we know of: a batch of a prompt, or waking up."""
-        slots = self.slots.values()
-        sent = any(slot.lease is not None and slot.lease.sent_at is not None for slot in slots)
-        if sent or self._computing or any(slot.perhaps_busy for slot in slots):
-            return await self.server.alive()
-        try:
-            return await self.server.sleeping()
-        except LlamaServerError:
-            return False
-
-    async def _identify(self, slot: Slot) -> Identity:
-        """Ask which model the server runs. What another process or model of it computed is not in the slot any more."""
-        identity = await self.server.identity(self._identity)
-        if self._identity is not None and identity.boot != self._identity.boot:
-            self.actions.restarted()
-        self._identity = identity
-        if not self.actions.knows_kind(identity):
-            kind = await self._index.call(self._index.index.kind, identity.kind_key)
-            self.actions.recall_kind(identity, kind)
-        resident = slot.resident
-        if (
-            resident is not None
-            and resident.model
-            and (resident.model, resident.boot) != (identity.model, identity.boot)
-        ):
-            self.gone.lost(resident, Found.RESTARTED)
-            slot.resident = None
-        return identity
-
     async def _look_up(self, key: str, identity: Identity, folder: CacheFolder) -> Saved | None:
         found = await folder.look_up(key, identity.model)
         if found.problem in ("damaged", "other model"):
@@ -1018,7 +931,7 @@ class SlotSwitcher:
     ) -> Outcome:
         slot = lease.place
         slot.resident = slot.seen_idle = None
-        await self._write_down(slot)  # should this process die now, nobody may think that it is what it was
+        await self._book.write_down(slot)  # should this process die now, nobody may think that it is what it was
         slot.resident = await self.actions.restore(slot.number, want, saved, folder, reading, identity, donor)
         if slot.resident is None:
             return Outcome.COLD
@@ -1029,7 +942,7 @@ class SlotSwitcher:
 
     async def _erase(self, slot: Slot) -> None:
         slot.resident = None
-        await self._write_down(slot)
+        await self._book.write_down(slot)
         await self.actions.erase(slot.number, "its tokens may belong to another key")
 
     async def _sweep(self, folder: CacheFolder) -> None:
@@ -1061,90 +974,22 @@ class SlotSwitcher:
                 enforced.alone_over.size / 1e6,
             )
 
-    # what other processes are told
-
     def _no_locks(self, error: OSError) -> None:
         self._once.warn(("lock",), "no locks between workers: %s", error)
-
-    async def _read_up(self, slot: Slot) -> None:
-        """Learn what other processes have left in a slot whose lock was taken from them."""
-        if slot.unread:
-            self._heed(slot, await self._index.call(self._index.index.slot, self.name, slot.number))
-            slot.unread = False
-
-    async def _refresh(self) -> None:
-        """Learn what other processes have left in the free slots that they have used since."""
-        first = self._queue.count is None
-        if not first and (self._lock_folder is None or self._queue.count == 1):
-            return
-        touched = [slot for slot in self.slots.values() if _is_nobodys(slot) and (slot.unread or slot.lock.touched())]
-        if not (touched or first):
-            return
-        rows = {row.slot: row for row in await self._index.call(self._index.index.slots, self.name)}
-        if first:
-            touched += [self._queue.slot(number) for number in rows if number not in self.slots]
-        for slot in touched:
-            if _is_nobodys(slot):
-                self._heed(slot, rows.get(slot.number))
-
-    def _heed(self, slot: Slot, row: SlotRow | None) -> None:
-        known, slot.seen_idle = slot.resident, None
-        if row is None:
-            slot.resident = None
-        elif known is None or (known.key, known.mark, known.dirty) != (row.key, Mark(row.task, row.tokens), row.dirty):
-            slot.resident = _resident_of(row)
-            slot.home = self._home_of(row, slot.home)
-            slot.used = self._clock()
-
-    async def _give_up(self, slot: Slot, reading: SlotReading) -> None:
-        """Record that other processes need not wait until what is in a slot is saved: it is, or cannot be."""
-        row = _row_of(self.name, slot)
-        if row is None or row.dirty:
-            row = SlotRow(
-                self.name,
-                slot.number,
-                key=None,
-                owner=None,
-                folder="",
-                route="",
-                task=reading.task or 0,
-                tokens=reading.tokens,
-                dirty=False,
-                whole=False,
-                saved_tokens=0,
-            )
-        await self._index.call(self._index.index.put_slot, row)
-
-    async def _write_down(self, slot: Slot) -> None:
-        row = _row_of(self.name, slot)
-        if row is None:
-            await self._index.call(self._index.index.drop_slot, self.name, slot.number)
-        else:
-            await self._index.call(self._index.index.put_slot, row)
-
-    def _home_of(self, row: SlotRow, last: CacheFolder | None) -> CacheFolder | None:
-        """The folder of a cache that another process, or this one before, has left in a slot. Its limits are not known."""
-        if row.key is None:
-            return None
-        tag = tag_of(row.key)
-        if last is not None and (last.id, last.tag) == (row.folder, tag):
-            return last
-        path = Path(row.folder) if row.folder.startswith("/") else None
-        return CacheFolder(self._index, tag=tag, route=row.route, server=self.name, path=path)
 
     # after a request
 
     async def _mark(self, slot: Slot) -> None:
         """Look at what the last request has left, so that a stranger's use is noticed later."""
         try:
-            reading = await self._look(slot.number)
+            reading = await self._book.look(slot.number)
         except LlamaServerError:
             slot.resident = None
             return
         if reading.processing:
             slot.resident = None
         else:
-            self._judge(slot, reading)
+            self._book.judge(slot, reading)
 
     async def _settle(self, slot: Slot, epoch: int, idle_seconds: float, sent: bool) -> None:
         """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
@@ -1158,7 +1003,7 @@ class SlotSwitcher:
                 elif number or not sent:  # it may have fallen asleep since
                     gone = await self.server.sleeping()
                 if not gone:
-                    reading = await self._look(slot.number)
+                    reading = await self._book.look(slot.number)
             except LlamaServerError as error:  # a time-out is nothing: a batch of another slot's prompt may be long
                 failed += error.fault != "timeout"
             if slot.epoch != epoch:
@@ -1167,7 +1012,7 @@ class SlotSwitcher:
                 slot.resident = None  # to look would load or wake it; or it is too late to tell whose that is
                 break
             if reading is not None and not reading.processing:
-                self._judge(slot, reading)
+                self._book.judge(slot, reading)
                 slot.perhaps_busy = False
                 break
             if reading is not None and not slot.perhaps_busy:
@@ -1185,7 +1030,7 @@ class SlotSwitcher:
         self._plan_idle_save(slot, idle_seconds)
         if not slot.locked:
             return
-        await self._write_down(slot)
+        await self._book.write_down(slot)
         if slot.epoch == epoch:
             self._queue.unlock(slot)
 
@@ -1299,7 +1144,7 @@ class SlotSwitcher:
                 return False
         held = False
         try:
-            await self._read_up(slot)
+            await self._book.read_up(slot)
             held = True
         finally:
             if not held:
@@ -1310,28 +1155,28 @@ class SlotSwitcher:
         if reading is None:
             slot.resident = None
             return
-        self._judge(slot, reading)
+        self._book.judge(slot, reading)
         if self._worth_saving(slot):
-            identity = await self._identify(slot)
+            identity = await self._book.identify(slot)
             if self.actions.works_for(identity) and self._worth_saving(slot):
                 await self._save(slot, set())
 
     async def _saved_idle(self, slot: Slot) -> bool:
-        await self._read_up(slot)
+        await self._book.read_up(slot)
         if self._host is not None and not await self._host.loaded():
             slot.resident = None
             return True
-        identity = await self._identify(slot)
+        identity = await self._book.identify(slot)
         if identity.sleeping:
             slot.resident = None
         elif not self.actions.works_for(identity):
             return False
         else:
-            reading = await self._look(slot.number)
+            reading = await self._book.look(slot.number)
             if reading.processing:
                 slot.resident = None
             else:
-                self._judge(slot, reading)
+                self._book.judge(slot, reading)
                 if self._worth_saving(slot):
                     return await self._save(slot, set())
         return True
@@ -1346,7 +1191,7 @@ class SlotSwitcher:
 
     async def _let_go(self, slot: Slot, epoch: int) -> None:
         if slot.locked and slot.epoch == epoch:
-            await self._write_down(slot)
+            await self._book.write_down(slot)
             if slot.epoch == epoch:
                 self._queue.unlock(slot)
 
@@ -1393,51 +1238,6 @@ def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
     )
 
 
-def _row_of(server: str, slot: Slot) -> SlotRow | None:
-    resident = slot.resident
-    if resident is None or resident.mark is None or slot.home is None:
-        return None
-    return SlotRow(
-        server=server,
-        slot=slot.number,
-        key=resident.key,
-        session=resident.session,
-        owner=resident.owner,
-        rewound=resident.rewound,
-        folder=slot.home.id,
-        route=slot.home.route,
-        task=resident.mark.task,
-        tokens=resident.mark.tokens,
-        dirty=resident.dirty,
-        whole=resident.whole,
-        saved_tokens=resident.saved_tokens,
-        model=resident.model,
-        boot=resident.boot,
-        chain=resident.chain,
-    )
-
-
-def _resident_of(row: SlotRow) -> Resident:
-    return Resident(
-        key=row.key,
-        session=row.session,
-        owner=row.owner,
-        rewound=row.rewound,
-        dirty=row.dirty,
-        mark=Mark(row.task, row.tokens),
-        whole=row.whole,
-        saved_tokens=row.saved_tokens,
-        model=row.model,
-        boot=row.boot,
-        chain=row.chain,
-    )
-
-
 def _is_nearly_over(reading: SlotReading) -> bool:
     """Whether the answer may end before another request has started."""
     return reading.remaining is not None and reading.remaining <= NEARLY_OVER_TOKENS
-
-
-def _is_nobodys(slot: Slot) -> bool:
-    """Whether this process has nothing to do with the slot right now."""
-    return slot.lease is None and not slot.locked and not slot.yielding

@@ -333,7 +333,7 @@ def test_the_rules_hold_whatever_happens(tmp_path: Path, capsys: pytest.CaptureF
         settings=settings(
             derandomize=EXAMPLES is None,
             database=None,
-            max_examples=int(EXAMPLES or "140"),
+            max_examples=int(EXAMPLES or "170"),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

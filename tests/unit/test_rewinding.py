@@ -182,8 +182,8 @@ class Desk:
             await asyncio.wait(tasks, timeout=5)
 
     def kind(self) -> str:
-        assert self.switcher._identity is not None
-        return self.switcher.actions.kind(self.switcher._identity)
+        assert self.switcher._book.identity is not None
+        return self.switcher.actions.kind(self.switcher._book.identity)
 
     def kinds(self, since: int = 0) -> list[str]:
         return self.fake.actions()[since:]

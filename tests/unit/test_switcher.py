@@ -953,7 +953,7 @@ async def test_a_request_is_held_by_a_server_that_hangs_for_less_than_five_secon
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaServer, "_call", timed)
-        desk.switcher._identity = None
+        desk.switcher._book.identity = None
         lease = await got(desk.acquire("a"))
     assert lease.granted.outcome is UNMANAGED
     assert 0 < sum(held) < 5

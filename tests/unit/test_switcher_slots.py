@@ -32,7 +32,7 @@ async def knows_its_server(desk: Desk) -> None:
         lease = await desk.talk("first", process=number).ask()
         lease.release(Ending.UNSENT)
         await process.quiet()
-        process.switcher._clears = desk.fake.clears_idle_slots
+        process.switcher._book.clears = desk.fake.clears_idle_slots
     desk.fake.calls.clear()
 
 
@@ -457,7 +457,7 @@ async def test_that_a_server_clears_what_is_idle_is_learned(make: Make) -> None:
         for talk in talks:
             await talk.turn()
             await desk.here.quiet()
-    assert desk.switcher.clears_idle and desk.switcher._clears is True
+    assert desk.switcher.clears_idle and desk.switcher._book.clears is True
     desk.fake.clears_idle_slots = False
     desk.fake.restart()
     for _ in range(3):
@@ -481,7 +481,7 @@ async def test_what_another_process_restores_is_not_taken_for_what_survived(make
     await desk.here.quiet()
     lease = await saved.ask()
     assert lease.granted.outcome is RESTORED
-    await desk.here.switcher._look_at_all()
+    await desk.here.switcher._book.look_at_all()
     assert desk.switcher.clears_idle
     await saved.answer(lease)
 
