@@ -1,4 +1,4 @@
-"""README, config.example.yaml and examples/ say what the code does: options, defaults, commands, links."""
+"""README, docs/, config.example.yaml and examples/ say what the code does: options, defaults, commands, links."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ from slot_cache.steady_settings import SteadySettings
 
 TOP = Path(__file__).resolve().parents[2]
 README = TOP / "README.md"
+CHINESE = TOP / "README.zh-CN.md"
+DOCS = sorted((TOP / "docs").glob("*.md"))
 CONFIG = TOP / "config.example.yaml"
 CLAUDE_CODE = TOP / "examples" / "claude-code"
 YAML_FILES = [CONFIG, *sorted((TOP / "examples").rglob("*.yaml"))]
 PROXY_CONFIGS = [path for path in YAML_FILES if path.name != "compose.yaml"]
 TEXTS = [
     README,
+    CHINESE,
+    *DOCS,
     TOP / "CHANGELOG.md",
     TOP / "examples" / "README.md",
     TOP / "examples" / "Dockerfile",
@@ -237,28 +241,36 @@ def test_claude_code_s_settings_fit_the_proxy_s() -> None:
 def test_the_rules_in_the_texts_are_valid() -> None:
     (raw,) = managed(load(CLAUDE_CODE / "config.yaml")).values()
     assert [rule.name for rule in read_settings("claude", raw, {}).steady.all_rules] == ["claude_code", "git_status"]
-    written = re.findall(r"(?:# +|`|\{)(rules: \[.*\])[`}\n]", README.read_text() + CONFIG.read_text())
-    (block,) = re.findall(r"```yaml\nslot_cache:\n(.*?)```", section("Prompts that hold still"), re.DOTALL)
-    assert len(written) >= 3
+    written = re.findall(
+        r"(?:# +|`|\{)(rules: \[.*\])[`}\n]", "".join(path.read_text() for path in (README, *DOCS, CONFIG))
+    )
+    (block,) = re.findall(
+        r"```yaml\nslot_cache:\n(.*?)```", doc_section("clients", "Prompts that hold still"), re.DOTALL
+    )
+    assert len(written) >= 6
     for text in (*written, block):
         found = yaml.safe_load(text)
         read_settings("rules", {"steady": found} if "rules" in found else found, {})
 
 
 def test_the_ready_made_rules_are_told() -> None:
-    rows = re.findall(r"(?m)^\| `(\w+)` \|[^|\n]*\| `(\w+)` \|$", section("Prompts that hold still"))
+    rows = re.findall(r"(?m)^\| `(\w+)` \|[^|\n]*\| `(\w+)` \|$", doc_section("clients", "Prompts that hold still"))
     assert rows == [(name, rule.do) for name, rule in READY.items()]
 
 
-# README
+# README and docs/
 
 
-def section(title: str) -> str:
-    """The text of one section of README."""
-    text = README.read_text(encoding="utf-8")
+def section(title: str, path: Path = README) -> str:
+    """The text of one section."""
+    text = path.read_text(encoding="utf-8")
     match = re.search(rf"(?ms)^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text)
     assert match, title
     return match[1]
+
+
+def doc_section(name: str, title: str) -> str:
+    return section(title, TOP / "docs" / f"{name}.md")
 
 
 def option_rows() -> list[list[str]]:
@@ -282,15 +294,22 @@ def commands() -> Iterator[str]:
     yield from choices
 
 
-def test_every_command_is_told() -> None:
-    text = section("The command line")
+@pytest.mark.parametrize(
+    ("path", "title"),
+    [(README, "Commands"), (TOP / "docs" / "commands.md", "The command line")],
+    ids=["README", "docs"],
+)
+def test_every_command_is_told(path: Path, title: str) -> None:
+    text = section(title, path)
     for command in commands():
         assert f"slot-cache {command}" in text, command
     assert not set(re.findall(r"slot-cache ([a-z]+)", text)) - set(commands())
 
 
 def test_every_outcome_is_told() -> None:
-    text = README.read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| `(\w+)` \|", doc_section("seeing", "Outcomes"))
+    assert sorted(rows) == sorted(outcome.value for outcome in Outcome)
+    text = section("Install and use")
     for outcome in Outcome:
         assert f"`{outcome.value}`" in text, outcome
 
@@ -331,6 +350,10 @@ def test_plain_text(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n") and not text.endswith("\n\n")
     assert not re.search(r"[ \t]+$", text, re.MULTILINE)
+    if path == CHINESE:
+        text = re.sub(r"[\u3000-\u303f\u3400-\u9fff\uff00-\uffef]", "", text)  # Chinese, and its punctuation
+    elif path == README:
+        text = text.replace("[中文](README.zh-CN.md)", "")
     unusual = {char for char in text if ord(char) > 0x2FFF or 0x2600 <= ord(char) <= 0x27BF}
     assert not unusual, unusual
 
@@ -364,7 +387,7 @@ def test_the_services_fit_together() -> None:
     assert Path(log[1]).match("/var/log/llama-server/*.log")
     assert "/var/log/llama-server/*.log {" in rotated
     assert re.search(r"(?m)^    copytruncate$", rotated)
-    assert log[1] in README.read_text()
+    assert log[1] in doc_section("commands", "The monitor")
     assert "--slot-save-path /var/lib/slot-cache " in server
     assert re.search(r"(?m)^StateDirectory=.*\bslot-cache\b", server)
     assert re.search(r"(?m)^StateDirectory=.*\bslot-cache\b", proxy)
