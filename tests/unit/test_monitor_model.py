@@ -83,6 +83,17 @@ def test_progress_in_the_log() -> None:
     assert any("Unable to restore" in text for text in texts(board, "warning"))
 
 
+def test_each_batch_tells_the_speed() -> None:
+    line = "slot   operator(): id  0 | task 7 | "
+    board = told_by_log(
+        f"0.01.000.000 I {line}new prompt, n_ctx_slot = 4096, n_keep = 0, task.n_tokens = 1100\n"
+        f"0.01.000.000 I {line}cached n_tokens = 100, memory_seq_rm [100, end)\n"
+        f"0.03.000.000 I {line}cached n_tokens = 600, memory_seq_rm [600, end)"
+    )
+    assert (slot(board, 0).cached, slot(board, 0).prefill_speed) == (100, 250.0)
+    assert slot(board, 0).progress == pytest.approx(600 / 1100)
+
+
 def test_progress_of_old_builds_is_timed_here() -> None:
     board = Dashboard(SERVER)
     line = "slot update_slots: id  0 | task 7 | "
