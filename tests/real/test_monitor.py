@@ -30,7 +30,7 @@ from terminal import Terminal
 pytestmark = pytest.mark.real
 
 SLOTS = 4
-PROMPT, ANSWER = 5000, 2000
+PROMPT, ANSWER = 9000, 2000
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 
