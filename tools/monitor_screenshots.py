@@ -63,7 +63,10 @@ def worth_showing(monitor: Monitor) -> bool:
     """Whether there is something of everything to be seen."""
     slots = [slot for server in monitor.board.shown for slot in server.slots.values()]
     kinds = {event.kind for event in monitor.board.events}
-    computing = any(slot.state == "prefill" and slot.progress and 0.2 < slot.progress < 0.95 for slot in slots)
+    computing = any(
+        slot.state == "prefill" and slot.prefill_speed and slot.progress and 0.2 < slot.progress < 0.95
+        for slot in slots
+    )
     writing = any(slot.state == "decode" and len(slot.text) > 60 and slot.decode_speed for slot in slots)
     return computing and writing and reused(monitor) and {"save", "restore", "switch"} <= kinds
 

@@ -211,6 +211,17 @@ async def test_an_ssh_that_dies_is_started_again(stub: Path) -> None:
     assert all("exec tail -n 0 -F" in call for call in others)  # nothing is told twice
 
 
+async def test_a_log_that_is_quiet_is_there(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "QUIET_SECONDS", 0.2)
+    board, calls = Dashboard(SERVER), Path(f"{stub}.calls")
+    mode(stub, "refuse")
+    async with running(SshLog(board, sources.parse_remote("ssh://gpu-box/l.log"))):
+        await until(lambda: board.sources["log"].up is False)
+        mode(stub, "work")
+        await until(lambda: board.sources["log"].up)
+    assert "tail -n 200" in calls.read_text().splitlines()[-1]  # noqa: ASYNC240 (nothing has been seen of it yet)
+
+
 async def test_no_ssh_outlives_its_source(stub: Path) -> None:
     mode(stub, "work")
     board = Dashboard(SERVER)

@@ -395,10 +395,13 @@ class Dashboard:
         elif isinstance(event, logs.Prompt):
             slot.state, slot.context, slot.prompt_tokens = "prefill", event.context, event.tokens
         elif isinstance(event, logs.Cached):
-            if slot.cached is None:  # later ones count what this prompt has brought
+            if slot.cached is None:  # later ones, at the beginning of each batch, count what this prompt has brought
                 slot.cached = event.tokens
                 slot.log_prefill.reset()
-                slot.log_prefill.see(clock, event.tokens)
+            measured = slot.log_prefill.see(clock, event.tokens)
+            if measured:
+                slot.prefill_speed = measured
+                slot.logged.add("prefill")
             self._prefill(slot, event.tokens)
         elif isinstance(event, logs.Prefilling):
             measured = event.speed or slot.log_prefill.see(clock, event.tokens)

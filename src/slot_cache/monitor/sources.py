@@ -54,6 +54,11 @@ FAR_BEHIND_BYTES = 32 * 2**20
 
 FILE_SECONDS = 0.1
 SSH_LINES = 200
+BACKLOG_SECONDS = 1.0
+"""What comes so soon after the first line may be from before."""
+
+QUIET_SECONDS = 15.0
+"""An ssh that has neither failed nor brought a line by then has reached a log to which nothing is written."""
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -563,20 +568,21 @@ class SshLog(_LogSource):
             start_new_session=True,  # Ctrl-C is for the monitor
         )
         said = asyncio.ensure_future(_last_words(process.stderr))
+        quiet = asyncio.get_running_loop().call_later(QUIET_SECONDS, heard)
         try:
             self._anew()
-            started = time.monotonic()
+            until: float | None = None
             while data := await _read(process.stdout):
                 heard()
-                self._take(data, past=first and time.monotonic() - started < 1.0 and not self._known)
-                if time.monotonic() - started >= 1.0:
-                    self._known = True
-            self._known = True
+                self._known = True
+                until = until or time.monotonic() + BACKLOG_SECONDS
+                self._take(data, past=first and time.monotonic() < until)
             await process.wait()
             await asyncio.wait({said}, timeout=1.0)
             words = said.result() if said.done() else ""
             raise SourceError(words or f"ssh has ended ({process.returncode})")
         finally:
+            quiet.cancel()
             said.cancel()
             await _end(process)
 
