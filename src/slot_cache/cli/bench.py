@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 import httpx
 
+from slot_cache.cli import bench_kinds
 from slot_cache.cli.bench_report import (
     print_load,
     print_overhead,
@@ -112,7 +113,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "Measures on an embedded llama-server (CPU, SmolLM2-135M, ten minutes and more), or on a running one with "
             "--base-url, through a LiteLLM proxy of its own: TTFT cold, resident and restored by prompt length; the cost of a "
             "switch; what the plugin adds to a request that needs no switch; reuse under concurrent sessions, in one slot and "
-            "with more of them than slots; what new sessions reuse of a system prompt that others have computed."
+            "with more of them than slots; what new sessions reuse of a system prompt that others have computed. With --models "
+            "something else: what rewinding brings, by kind of model."
         ),
     )
     parser.add_argument(
@@ -122,6 +124,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", type=Path, help="GGUF file for the embedded server (default: SmolLM2-135M)")
     parser.add_argument("--sessions", type=int, help="sessions at once in one slot (default: 4)")
     parser.add_argument("--quick", action="store_true", help="short prompts and few samples: two to three minutes")
+    bench_kinds.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON; progress goes to stderr")
     parser.set_defaults(run=run)
 
@@ -129,6 +132,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns 1 when it could not."""
     output = Output(sys.stderr if arguments.json else sys.stdout)
+    if arguments.models:
+        return bench_kinds.run(arguments, output)
+    if arguments.server_bin:
+        output.line("--server-bin is for --models only", "red")
+        return 1
     missing = missing_extra(("fastapi", "litellm") if arguments.base_url else ("fastapi", "litellm", "xllamacpp"))
     if missing:
         output.line(missing, "red")
