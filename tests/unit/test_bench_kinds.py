@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
@@ -48,6 +48,7 @@ class OneSlot:
         self.files: dict[str, list[str]] = {}
         self.useless = False
         self.calls: list[str] = []
+        self.answers: list[str] = []
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fake")
@@ -73,6 +74,7 @@ class OneSlot:
         if self.folder is not None:
             self.act("restore", session)
         self.calls.append(f"chat {session}")
+        self.answers += [message["content"] for message in body["messages"] if message["role"] == "assistant"]
         words = [word for message in body["messages"] for word in message["content"].split()]
         pairs = zip(self.slot, words, strict=False)
         cached = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -115,6 +117,15 @@ async def test_as_it_stands(plain: bool, reuse: float) -> None:
     assert server.calls[:5] == [f"chat {a}", f"save {a}.bin", f"chat {b}", f"save {b}.bin", f"restore {a}.bin"]
     again = [f"save {b}.bin", "kill", "start", f"restore {b}.bin", f"chat {b}"]
     assert server.calls[-15:] == again * 3
+
+
+@pytest.mark.parametrize("as_given", [True, False])
+async def test_what_the_history_holds_of_the_answers(as_given: bool) -> None:
+    server = OneSlot()
+    async with server.client() as client:
+        await measure_kind(AsItStands(client), server, PROMPTS, "", replace(PLAN, as_given=as_given), quiet)
+    answers = set(server.answers)
+    assert answers == ({"word"} if as_given else {f"So it is, {number} times." for number in range(8)})
 
 
 @pytest.mark.parametrize("action", ["save", "restore"])
@@ -206,6 +217,7 @@ def test_report_as_text_and_as_json() -> None:
     assert rows["broken.gguf"] == ["-"] * 8 + ["nothing"]
     for part in (
         "some server",
+        "The histories hold other answers than the model gave",
         "The first 2 returns of each conversation are not counted",
         "swap: 3 returns",
         "note: broken.gguf: it did not start",
@@ -220,6 +232,11 @@ def test_report_as_text_and_as_json() -> None:
         "learned": "nothing",
     }
     assert values["plan"]["learning"] == 2
+
+
+def test_explanation_tells_what_the_histories_hold() -> None:
+    told = "\n".join(bench_kinds.explanation(replace(PLAN, as_given=True)))
+    assert "The histories hold the answers as the model gave them" in told
 
 
 def test_models_and_program_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +268,8 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run(parsed("--server-bin", "somewhere")) == 1
-    assert "--server-bin is for --models only" in capsys.readouterr().out
+    assert bench.run(parsed("--answers-as-given")) == 1
+    assert capsys.readouterr().out.splitlines() == ["--server-bin and --answers-as-given are for --models only"] * 2
     (tmp_path / "a.gguf").touch()
     assert bench.run(parsed("--models", str(tmp_path), "--base-url", "http://h:1")) == 1
     assert "does not go together with --base-url" in capsys.readouterr().out

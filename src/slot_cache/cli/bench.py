@@ -134,8 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(sys.stderr if arguments.json else sys.stdout)
     if arguments.models:
         return bench_kinds.run(arguments, output)
-    if arguments.server_bin:
-        output.line("--server-bin is for --models only", "red")
+    if arguments.server_bin or arguments.answers_as_given:
+        output.line("--server-bin and --answers-as-given are for --models only", "red")
         return 1
     missing = missing_extra(("fastapi", "litellm") if arguments.base_url else ("fastapi", "litellm", "xllamacpp"))
     if missing:

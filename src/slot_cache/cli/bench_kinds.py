@@ -9,7 +9,7 @@ import os
 import secrets
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Tiny models of each kind come from the repository: python tests/tiny_models.py FOLDER (needs gguf and numpy)",
     )
     parser.add_argument(
+        "--answers-as-given",
+        action="store_true",
+        help="with --models: the conversations' histories hold the answers as the model gave them; else others, as with a "
+        "client that leaves the reasoning out",
+    )
+    parser.add_argument(
         "--server-bin",
         type=Path,
         metavar="PATH",
@@ -73,7 +79,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             raise BenchError(missing)
         if arguments.base_url:
             raise BenchError("--models starts servers of its own: it does not go together with --base-url")
-        plan = kinds.QUICK if arguments.quick else KindsPlan()
+        plan = replace(kinds.QUICK if arguments.quick else KindsPlan(), as_given=arguments.answers_as_given)
         report = bench_kinds(output, plan, find_models(arguments.models), binary)
     except FAULTS as error:
         output.line(f"{type(error).__name__}: {error}", "red")
@@ -235,10 +241,19 @@ def print_kinds(output: Output, report: KindsReport) -> None:
 
 def explanation(plan: KindsPlan) -> list[str]:
     """What the columns are."""
+    answers = [
+        "The histories hold other answers than the model gave, as with a client that leaves the reasoning out. Where a prompt",
+        "repeats all of an answer token for token, slots restored as they stand are reused too: see --answers-as-given.",
+    ]
+    if plan.as_given:
+        answers = [
+            "The histories hold the answers as the model gave them: whether a prompt repeats them token for token depends on it."
+        ]
     return [
         "First the slot saved and restored as it stands, by plain calls around requests straight to the server; then with the",
         "plugin, through a LiteLLM proxy. Under swap and restart stands the reuse: the share of the conversation's previous",
         "prompt that was not computed again.",
+        *answers,
         "TTFT: with the save of the other conversation, the restore, and the wait for a rewind that is still going on.",
         f"swap: {plan.returns} returns of each of two conversations that take turns on one slot, without a pause.",
         f"restart: {plan.returns} returns to a server that was killed (-9) and started again, upon what was saved when idle.",

@@ -33,6 +33,8 @@ class KindsPlan:
     turn_tokens     what each later turn adds
     learning        returns of each conversation that are not counted
     returns         those after them that are, of each of two conversations after a swap, and of one after a restart
+    as_given        the history holds the answers as they were given. Else it holds others, as with a client that leaves the
+                    reasoning out: a prompt that continues a slot to its last token is the one that every model reuses
     """
 
     first_tokens: int = 2000
@@ -40,6 +42,7 @@ class KindsPlan:
     answer_tokens: int = 24
     learning: int = 2
     returns: int = 5
+    as_given: bool = False
 
 
 QUICK = KindsPlan(first_tokens=1200, turn_tokens=300, returns=2)
@@ -201,6 +204,8 @@ async def measure_kind(
         length = plan.turn_tokens if number else plan.first_tokens
         text = prompts.text(f"{conversation.session[-1]}{number}", length)
         turn = await way.turn(conversation, text, plan.answer_tokens)
+        if not plan.as_given:
+            conversation.messages[-1] = {"role": "assistant", "content": f"So it is, {number} times."}
         before = last.get(conversation.session)
         last[conversation.session] = turn
         if before is None:
