@@ -23,11 +23,10 @@ from slot_cache.lab.kinds import AsItStands, KindCase, KindRow, KindsPlan, Retur
 from slot_cache.lab.machine import machine_line
 from slot_cache.lab.measure import BenchError, Progress, Prompts, tokens_per_sentence
 from slot_cache.lab.process import StartError, free_port
-from slot_cache.lab.program_server import BINARY_VARIABLE, ProgramServer
+from slot_cache.lab.program_server import BINARY_VARIABLE, CONTEXT, ProgramServer
 from slot_cache.lab.proxy import LiteLLMProxy
 from slot_cache.lab.server import EmbeddedServer, ServerOptions
 
-CONTEXT = 16384
 SAVE_IDLE_SECONDS = 0.2
 START_SECONDS = 600.0
 """Models of any size."""
@@ -163,7 +162,6 @@ class Host:
             self.folder,
             port=self.port,
             save_path=saved,
-            arguments=("-c", str(CONTEXT)),
             start_seconds=START_SECONDS,
         )
 
@@ -261,7 +259,7 @@ def explanation(plan: KindsPlan) -> list[str]:
         "before is of no",
         "use where slots have to be rewound; it starts the lesson.",
         "learned: plain (restores are reused as they are), rewind (those of slots that were rewound are), none (no restore is,",
-        "and nothing is saved any more), nothing (it is not known yet).",
+        "and nothing is saved until the server is started again), nothing (it is not known yet).",
     ]
 
 

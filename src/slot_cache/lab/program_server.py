@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 BINARY_VARIABLE = "LLAMA_SERVER_BIN"
+CONTEXT = 16384
 START_SECONDS = 60.0
 GRACE_SECONDS = 2.0
 
@@ -66,7 +67,7 @@ class ProgramServer:
         self.save_path.mkdir(parents=True, exist_ok=True)
         command = [str(self.binary), *self._models(), "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--slot-save-path", f"{self.save_path}/"]
-        command += ["-np", "1", "-c", "16384", "--cache-ram", "0", "--no-warmup", *self.arguments]
+        command += ["-np", "1", "-c", str(CONTEXT), "--cache-ram", "0", "--no-warmup", *self.arguments]
         with self.log_path.open("ab") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-I", str(guard.__file__), str(GRACE_SECONDS), *command],
