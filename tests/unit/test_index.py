@@ -701,13 +701,14 @@ import itertools, sys
 from pathlib import Path
 from slot_cache.index import CacheRow, SlotRow, SqliteIndex
 index = SqliteIndex(Path(sys.argv[1]))
-print("ready", flush=True)
 for number in itertools.count():
     row = CacheRow("/saves", f"k{number % 7}", "r", "m", number, number, chain=bytes(number % 5000))
     index.put_cache(CacheRow(**{**row.__dict__, "pending": True}))
     index.put_cache(row)
     index.put_slot(SlotRow("s", number % 3, f"k{number % 7}", None, "/saves", "r", number, number, True, True, 0))
     index.drop_cache("/saves", f"k{(number + 3) % 7}")
+    if not number:
+        print("ready", flush=True)
 """
 
 
