@@ -7,12 +7,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from slot_cache.lab.models import smollm2 as smollm2_path
 from slot_cache.lab.proxy import LiteLLMProxy
 from slot_cache.lab.server import EmbeddedServer, ServerOptions
 from tiny_models import build_all
+
+hypothesis.settings.register_profile("same each time", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("same each time")
 
 
 @pytest.fixture(scope="session")

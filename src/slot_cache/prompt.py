@@ -174,6 +174,11 @@ def shares(one: bytes, other: bytes, count: int) -> bool:
     return len(one) >= at + _LINK_BYTES and other.startswith(one[at : at + _LINK_BYTES], at)
 
 
+def shared_chain(one: bytes, other: bytes) -> bytes:
+    """The packed chain of what two prompts begin with."""
+    return one[: shared_links(one, other) * _LINK_BYTES]
+
+
 def links(packed: bytes) -> int:
     """How many links a packed chain has."""
     return len(packed) // _LINK_BYTES

@@ -328,8 +328,8 @@ class _Work:
             rows = self._with_moved(rows)
         if rows is not self.rows:
             changed[self.rows_name] = rows
-        if not changed:
-            return self.request, ()
+        if all(self.request.get(name) == value for name, value in changed.items()):
+            return self.request, ()  # also where what was moved stands where it stood
         kept = {name: value for name, value in {**self.request, **changed}.items() if value is not _NOTHING}
         return kept, tuple(dict.fromkeys(rule.name for rule in self.rules if rule.name in self.done))
 

@@ -22,7 +22,7 @@ from slot_cache.llama_server import LlamaServer, LlamaServerError
 from slot_cache.matching import Donor, Known, continued, continues, donor_of
 from slot_cache.model import Identity
 from slot_cache.plan import Plan, SlotView, make_plan, order_slots, worth_saving
-from slot_cache.prompt import links, shared_links, shared_part
+from slot_cache.prompt import links, shared_chain, shared_links, shared_part
 from slot_cache.rewind import Conversation, find_point
 from slot_cache.slot_actions import SlotActions
 from slot_cache.slot_book import SlotBook
@@ -1222,6 +1222,11 @@ def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
     """What a request has left in its slot, not looked at yet."""
     want, reading, identity = lease.want, lease.reading, lease.identity
     same = before if before is not None and before.key is not None and before.key == lease.key else None
+    chain = want.chain
+    if (
+        ending is not Ending.ANSWERED and same is not None
+    ):  # how far it came is not known: what both begin with is there
+        chain = shared_chain(same.chain, want.chain) or chain
     return Resident(
         key=lease.key,
         session=want.session,
@@ -1234,7 +1239,7 @@ def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
         saved_tokens=max(same.saved_tokens if same else 0, lease.saved_tokens),
         model=identity.model if identity else same.model if same else "",
         boot=identity.boot if identity else same.boot if same else "",
-        chain=want.chain,
+        chain=chain,
     )
 
 

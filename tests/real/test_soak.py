@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import house
-from clients import APIS, Reply, RequestFailed, Session
+from clients import Reply, RequestFailed, Session, api_of
 from relay import Fault, Kind, Relay
 from slot_cache.lab.configs import route
 from slot_cache.lab.proxy import LiteLLMProxy
@@ -75,7 +75,7 @@ class Soak:
         way = rng.choices(list(WAYS), list(WAYS.values()))[0]
         self.asked += 1
         text = f"{session.name} {self.asked} " + "".join(rng.choices("abcdefgh ", k=20))
-        api, stream = rng.choice(APIS), rng.random() < 0.5
+        api, stream = api_of(session.name, rng.randrange(3)), rng.random() < 0.5
         try:
             if way == "turn":
                 await self.turn(session, text, api=api, stream=stream)
@@ -152,7 +152,7 @@ async def test_soak(soaking: House, talker: Path, tmp_path: Path) -> None:
         soak = Soak(client, relay)
         sessions = [Session(f"{letter}-soaks", "soak") for letter in "ABCDEFGHIJ"]
         for session in sessions:  # warm
-            await soak.turn(session, f"{session.name} begins.")
+            await soak.turn(session, f"{session.name} begins.", api=api_of(session.name, 0))
         before = memory_of(proxy)
         started = time.monotonic()
         turns = asyncio.Semaphore(AT_ONCE)
@@ -171,7 +171,7 @@ async def test_soak(soaking: House, talker: Path, tmp_path: Path) -> None:
         for number in (0, 1):
             for index, session in enumerate(sessions):
                 started = time.monotonic()
-                reply = await soak.turn(session, f"And at last, {number}?")
+                reply = await soak.turn(session, f"And at last, {number}?", api=api_of(session.name, number))
                 assert time.monotonic() - started < 5  # nobody has the slot
                 assert reply.outcome in ("resident", "restored")
                 # the very last turns may have been answered by the other server, or their save may have failed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from slots_desk import Desk, Make, Talk, in_virtual_time, make
 
+from fake_llama_api import ServerError
 from slot_cache.leases import Lease
 from slot_cache.llama_server import LOOK_SECONDS
 from slot_cache.state import Ending, Outcome, Want
@@ -261,6 +262,26 @@ async def test_a_side_request_of_a_session_has_a_cache_of_its_own(make: Make) ->
         assert side.key != main.key
     assert main.key == main.session
     assert len(keys) == 4
+
+
+@in_virtual_time
+@pytest.mark.parametrize("slots", [1, 3])
+async def test_a_request_that_was_refused_for_its_length_does_not_hide_the_conversation(make: Make, slots: int) -> None:
+    desk = make(slots, n_ctx=4000)
+    await knows_its_server(desk)
+    talk, other = desk.talk("a", session="a"), desk.talk("o", session="0")
+    await talk.turn("a long story " * 40)
+    await talk.turn()
+    key, messages = talk.key, list(talk.messages)
+    lease = await talk.ask("x" * 5000)
+    with pytest.raises(ServerError):
+        await desk.fake.complete(talk.messages, slot=lease.slot, n_predict=4)
+    lease.release(Ending.BROKEN)
+    talk.messages = messages
+    await desk.here.quiet()
+    await other.turn()
+    assert await talk.turn() is (RESTORED if slots == 1 else RESIDENT)
+    assert (talk.key, talk.lost) == (key, 0)
 
 
 @in_virtual_time
