@@ -178,6 +178,7 @@ class SlotBook:
         for slot in touched:
             if slot.nobodys:
                 self._heed(slot, rows.get(slot.number))
+                slot.unread = False  # whoever has it after this leaves a mark in its lock
 
     def _heed(self, slot: Slot, row: SlotRow | None) -> None:
         known, slot.seen_idle = slot.resident, None
