@@ -406,11 +406,13 @@ async def _noted(report: Report, name: str, section: Awaitable[T]) -> T | None:
 def _start_proxy(
     output: Output, stack: ExitStack, url: str, api_key: str | None, slot_cache: Mapping[str, object], slots: int
 ) -> LiteLLMProxy:
+    # LiteLLM may keep a connection to a server that was stopped since: such a request is sent again.
+    route = partial(configs.route, base_url=url, api_key=api_key, max_retries=3)
     config = configs.config(
-        configs.route(MANAGED, url, api_key=api_key, slot_cache=slot_cache),
-        configs.route(ALONE, url, api_key=api_key, slot_cache={**slot_cache, "slot": 0}),
-        configs.route(PLAIN, url, api_key=api_key),
-        *(configs.route(name, url, api_key=api_key, id_slot=slot) for slot, name in enumerate(pinned_routes(slots))),
+        route(MANAGED, slot_cache=slot_cache),
+        route(ALONE, slot_cache={**slot_cache, "slot": 0}),
+        route(PLAIN),
+        *(route(name, id_slot=slot) for slot, name in enumerate(pinned_routes(slots))),
     )
     with output.step("starting the LiteLLM proxy (about 10 s)"):
         return stack.enter_context(LiteLLMProxy(config))
