@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiny_models import EMBED, HEAD, _Model
+from tiny_models import EMBED, HEAD, _Model, hybrid
 
 STRONG = ("attn_q", "attn_k", "attn_v", "attn_output")
 
@@ -52,22 +52,7 @@ def build_hybrid_caller(path: Path, mark: str) -> Path:
 
 
 def _build_hybrid(kind: type[_Model], path: Path, seed: int) -> Path:
-    kv_heads, window = [0, 2, 0, 2], 3  # no key/value heads: a recurrent layer
-    model = kind(path, "lfm2", seed, layers=len(kv_heads))
-    model.writer.add_head_count_kv(kv_heads)
-    model.writer.add_uint32("lfm2.shortconv.l_cache", window)
-    model.ones("token_embd_norm", EMBED)
-    model.random("output", 258, EMBED)
-    for layer, heads in enumerate(kv_heads):
-        model.ones(f"blk.{layer}.attn_norm", EMBED)
-        model.feed_forward(layer)
-        if heads:
-            model.attention(layer, heads, qk_norm=True)
-        else:
-            model.random(f"blk.{layer}.shortconv.conv", EMBED, window)
-            model.random(f"blk.{layer}.shortconv.in_proj", 3 * EMBED, EMBED)
-            model.random(f"blk.{layer}.shortconv.out_proj", EMBED, EMBED)
-    model.close()
+    hybrid(path, seed, kind=kind, own_output=True)
     return path
 
 

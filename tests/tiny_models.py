@@ -66,12 +66,14 @@ def swa(path: Path, seed: int = 1) -> None:
     model.close()
 
 
-def hybrid(path: Path, seed: int = 2) -> None:
+def hybrid(path: Path, seed: int = 2, *, kind: type[_Model] | None = None, own_output: bool = False) -> None:
     kv_heads, window = [0, 2, 0, 2], 3  # no key/value heads: a recurrent (short convolution) layer
-    model = _Model(path, "lfm2", seed, layers=len(kv_heads))
+    model = (kind or _Model)(path, "lfm2", seed, layers=len(kv_heads))
     model.writer.add_head_count_kv(kv_heads)
     model.writer.add_uint32("lfm2.shortconv.l_cache", window)
     model.ones("token_embd_norm", EMBED)
+    if own_output:
+        model.random("output", 258, EMBED)
     for layer, heads in enumerate(kv_heads):
         model.ones(f"blk.{layer}.attn_norm", EMBED)
         model.feed_forward(layer)

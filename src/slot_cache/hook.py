@@ -21,12 +21,12 @@ from litellm.integrations.custom_logger import CustomLogger
 from slot_cache import endpoints, report
 from slot_cache.events import Event
 from slot_cache.findings import Finding, write_finding
-from slot_cache.folder import CacheFolder
+from slot_cache.folder import CacheFolder, tag_of
 from slot_cache.index import Index, IndexThread, MemoryIndex, SqliteIndex, open_index
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, same_server_key, shown_url
 from slot_cache.llama_swap import SwapTracker
-from slot_cache.matching import CONTINUES_PART
-from slot_cache.prompt import Prompt, fingerprint, links, shared_blocks, tell_difference
+from slot_cache.matching import continues
+from slot_cache.prompt import Prompt, fingerprint, tell_difference
 from slot_cache.request import CacheRequest, RequestError, read_request, request_metadata, route_of
 from slot_cache.rewind import Conversation, calls_tools, conversation_of
 from slot_cache.router import RouterTracker, limit_of
@@ -565,14 +565,15 @@ class SlotCacheHook(CustomLogger):
 
     def _find_lost(self, turn: _Turn, switcher: SlotSwitcher) -> str:
         """What happened to the cache that a conversation without a session would have continued."""
-        assert turn.prompt is not None
+        assert turn.lease is not None
+        want = turn.lease.want
         for key, cause in switcher.gone.last():
             said = self._prompts.get(key)
-            if said is not None and key.startswith(f"{turn.request.tag}_"):
-                shared, held = shared_blocks(said.prompt, turn.prompt), links(said.prompt.packed)
-                if shared > turn.prompt.preamble and shared >= CONTINUES_PART * held:
-                    turn.last, turn.same = said, True
-                    return cause
+            if said is None or tag_of(key) != want.tag:
+                continue
+            if continues(want, want.session, want.owner, said.prompt.packed):
+                turn.last, turn.same = said, True
+                return cause
         return ""
 
     def _tell_end(self, turn: _Turn, finding: Reason | None) -> None:

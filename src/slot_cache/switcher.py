@@ -648,10 +648,8 @@ class SlotSwitcher:
         """Save what is dirty in the lease's slot before others start, while it waits for the gate."""
         slot = lease.place
         reading = await self._look_at_place(lease, deadline)
-        if reading is not None and not reading.processing and self._worth_saving(slot):
-            identity = await self._book.identify(slot)
-            if self.actions.works_for(identity) and self._worth_saving(slot):
-                await self._save(slot, set())
+        if reading is not None and not reading.processing:
+            await self._save_if_worth(slot)
         if self._lock_folder is not None and reading is not None and slot.lease is lease:
             await self._book.give_up(slot, reading)
         lease.safe.set()
@@ -673,8 +671,7 @@ class SlotSwitcher:
         await self._book.refresh()
         for other in await self._ending(lease):
             acted = True
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(other.done.wait(), SAFE_SECONDS)
+            await _within_reason(other.done)
         for slot in list(self.slots.values()):
             holder = slot.lease
             if holder is None:
@@ -687,8 +684,7 @@ class SlotSwitcher:
                     failed.add(slot)
             elif holder is not lease and not holder.safe.is_set():
                 acted = True
-                with contextlib.suppress(asyncio.TimeoutError):  # it has its slot from one that has just ended
-                    await asyncio.wait_for(holder.safe.wait(), SAFE_SECONDS)
+                await _within_reason(holder.safe)  # it has its slot from one that has just ended
         return acted
 
     def _is_unsaved(self, slot: Slot) -> bool:
@@ -789,8 +785,7 @@ class SlotSwitcher:
                 and not holder.safe.is_set()
                 and self._shares(lease, slot)
             ):
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(holder.safe.wait(), SAFE_SECONDS)
+                await _within_reason(holder.safe)
 
     def _is_there(self, lease: Lease, folder: CacheFolder) -> bool:
         """Whether the slot holds all of the conversation that the request continues; then nothing else is looked at."""
@@ -1156,6 +1151,10 @@ class SlotSwitcher:
             slot.resident = None
             return
         self._book.judge(slot, reading)
+        await self._save_if_worth(slot)
+
+    async def _save_if_worth(self, slot: Slot) -> None:
+        """Save what is in a slot that was just looked at, if that is of use with the model that the server runs now."""
         if self._worth_saving(slot):
             identity = await self._book.identify(slot)
             if self.actions.works_for(identity) and self._worth_saving(slot):
@@ -1241,6 +1240,12 @@ def _left_by(lease: Lease, ending: Ending, before: Resident | None) -> Resident:
         boot=identity.boot if identity else same.boot if same else "",
         chain=chain,
     )
+
+
+async def _within_reason(event: asyncio.Event) -> None:
+    """Wait for what another request is to do, but not for ever."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), SAFE_SECONDS)
 
 
 def _is_nearly_over(reading: SlotReading) -> bool:

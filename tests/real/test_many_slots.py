@@ -52,11 +52,6 @@ async def client(many_slots: House) -> AsyncIterator[httpx.AsyncClient]:
         yield opened
 
 
-@pytest.fixture
-def saved(many_slots: House, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return many_slots.proxy.folder / "saved"
-
-
 async def talk(client: httpx.AsyncClient, session: Session, turns: int, length: int = 300) -> list[Reply]:
     replies = []
     for turn in range(turns):

@@ -396,7 +396,7 @@ def test_the_services_fit_together() -> None:
 
 def test_the_monitors_settings_are_all_told() -> None:
     told = load(CONFIG)[monitor.SECTION]
-    assert set(told) == {field.name for field in fields(monitor.Settings)}
+    assert set(told) == {field.name for field in fields(monitor.Options)}
     arguments = _parser().parse_args(["monitor", "--config", str(CONFIG)])
     settings = monitor.settings_of(arguments, {"LITELLM_MASTER_KEY": "sk-x"})
     assert (settings.key, settings.server_key, settings.rate) == ("sk-x", None, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -150,18 +151,24 @@ def usage_of(done: Completion) -> SimpleNamespace:
     return usage(done.n_prompt, done.cached)
 
 
-@pytest.fixture
-async def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Road]:
+@contextlib.asynccontextmanager
+async def opened_road(folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int) -> AsyncIterator[Road]:
     for variable in ("LLAMA_SLOT", "LLAMA_SLOT_SAVE_PATH", "LLAMA_SAVE_IDLE_SECONDS"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
-    fake = FakeLlamaServer(slots=1, save_dir=tmp_path / "saves")
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "xdg"))
+    fake = FakeLlamaServer(slots=slots, save_dir=folder / "saves")
     with respx.mock(assert_all_called=False) as router:
         fake.mount(router, BASE)
-        road = Road(fake, tmp_path)
+        road = Road(fake, folder)
         yield road
         fake.clear()
         await road.hook.aclose()
+
+
+@pytest.fixture
+async def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Road]:
+    async with opened_road(tmp_path, monkeypatch, slots=1) as road:
+        yield road
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 LOG = str(FIXTURES / "log-lv5.txt")
 
 
-def settings(*words: str, environ: dict[str, str] | None = None) -> command.Settings:
+def settings(*words: str, environ: dict[str, str] | None = None) -> command.Options:
     arguments = _parser().parse_args(["monitor", *words])
     assert isinstance(arguments, argparse.Namespace)
     return command.settings_of(arguments, environ or {})
@@ -39,7 +39,7 @@ def config(tmp_path: Path, text: str) -> str:
 
 def test_settings_of_the_command_line() -> None:
     told = settings("--proxy", "http://p:4000/", "--server", "http://s:8080/v1", "--log", "x.log", "--rate", "0.5")
-    assert told == command.Settings("http://p:4000", None, "http://s:8080", None, "x.log", 0.5)
+    assert told == command.Options("http://p:4000", None, "http://s:8080", None, "x.log", 0.5)
 
 
 def test_keys_come_from_the_environment() -> None:

@@ -13,13 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-import respx
 from fastapi import FastAPI, HTTPException
 from starlette.requests import Request
-from test_hook import BASE, RESPONSES, Road, usage, usage_of
+from test_hook import BASE, RESPONSES, Road, opened_road, usage, usage_of
 from test_router import real_road
 
-from fake_llama_server import FakeLlamaServer
 from slot_cache import endpoints, metrics
 from slot_cache.endpoints import add_to, mount, stream
 from slot_cache.events import MOST_LISTENERS, Event, Events, Listener
@@ -35,14 +33,8 @@ SECRET = "zanzibar"
 
 @pytest.fixture
 async def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Road]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
-    fake = FakeLlamaServer(slots=2, save_dir=tmp_path / "saves")
-    with respx.mock(assert_all_called=False) as router:
-        fake.mount(router, BASE)
-        road = Road(fake, tmp_path)
+    async with opened_road(tmp_path, monkeypatch, slots=2) as road:
         yield road
-        fake.clear()
-        await road.hook.aclose()
 
 
 async def long_turn(road: Road, name: str, count: int, reused: int, *, known: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import yaml
 
 from slot_cache.lab.extras import missing_extra
 from slot_cache.llama_server import base_url_of
+from slot_cache.monitor.options import Options
 
 SECTION = "slot_cache_monitor"
 KEYS = ("LITELLM_MASTER_KEY", "LITELLM_API_KEY")
@@ -22,27 +23,6 @@ FASTEST, SLOWEST = 0.1, 3600.0
 
 class SettingsError(ValueError):
     """The settings cannot be used; the message tells which and why."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What `slot_cache_monitor` in config.yaml, and the options of the same names, set.
-
-    Attributes:
-        proxy: URL of the LiteLLM proxy.
-        key: a key of it. In config.yaml better `os.environ/NAME`.
-        server: URL of llama-server.
-        server_key: its --api-key.
-        log: path of its log, or ssh://user@host/path.
-        rate: seconds between two looks.
-    """
-
-    proxy: str | None = None
-    key: str | None = None
-    server: str | None = None
-    server_key: str | None = None
-    log: str | None = None
-    rate: float = 1.0
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -82,12 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     from slot_cache.monitor.sources import SourceError
 
     try:
-        settings = settings_of(arguments, os.environ)
+        options = settings_of(arguments, os.environ)
         if not (arguments.once or arguments.json) and not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise SettingsError("this is no terminal; in a script: --once, --json")
         if not (arguments.once or arguments.json) and os.environ.get("TERM", "dumb") == "dumb":
             raise SettingsError("this terminal shows lines only (TERM): --once")
-        options = app.Options(**{field.name: getattr(settings, field.name) for field in fields(Settings)})
         return app.run(options, _print, once=arguments.once, as_json=arguments.json)
     except (SettingsError, SourceError) as error:
         print(f"slot-cache monitor: {error}", file=sys.stderr)
@@ -101,7 +80,7 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def settings_of(arguments: argparse.Namespace, environ: os._Environ[str] | dict[str, str]) -> Settings:
+def settings_of(arguments: argparse.Namespace, environ: os._Environ[str] | dict[str, str]) -> Options:
     """The options where they are given, else the section of config.yaml, else the environment. Raises SettingsError."""
     told = section(arguments.config, environ) if arguments.config is not None else {}
     for name in ("proxy", "key", "server", "log", "rate"):
@@ -122,7 +101,7 @@ def settings_of(arguments: argparse.Namespace, environ: os._Environ[str] | dict[
     told["rate"] = float(rate)
     told.setdefault("key", next((environ[name] for name in KEYS if environ.get(name)), None))
     told.setdefault("server_key", environ.get(SERVER_KEY) or None)
-    return Settings(**told)
+    return Options(**told)
 
 
 def section(path: Path, environ: os._Environ[str] | dict[str, str]) -> dict[str, Any]:
@@ -137,7 +116,7 @@ def section(path: Path, environ: os._Environ[str] | dict[str, str]) -> dict[str,
         return {}
     if not isinstance(told, dict):
         raise SettingsError(f"{SECTION}: not a mapping")
-    known = {field.name for field in fields(Settings)}
+    known = {field.name for field in fields(Options)}
     unknown = sorted(str(name) for name in told if name not in known)
     if unknown:
         raise SettingsError(f"{SECTION}: {', '.join(unknown)} is no setting; there are {', '.join(sorted(known))}")

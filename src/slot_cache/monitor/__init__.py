@@ -5,6 +5,7 @@
     view.py      what it knows -> lines for a terminal of a given size
     sources.py   where events and readings come from: the plugin, llama-server, a log file here or elsewhere
     keys.py      the keyboard, and a terminal that is left as it was found
+    options.py   what to look at
     app.py       all of these together
 
 The first three do no I/O and have no clock of their own.

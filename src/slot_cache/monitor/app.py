@@ -12,31 +12,20 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 
 from slot_cache.monitor.keys import KeyParser, Terminal
 from slot_cache.monitor.model import Dashboard, SlotView
+from slot_cache.monitor.options import Options
 from slot_cache.monitor.sources import FileLog, Pace, PluginSource, ServerSource, SshLog, described, log_source
 from slot_cache.monitor.text import clean
 from slot_cache.monitor.view import TEXT_CHARACTERS, Look, Screen, selectable
 
 RATES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 DRAWS_PER_SECOND = 10.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to look at (None: not), and how often (seconds)."""
-
-    proxy: str | None = None
-    key: str | None = None
-    server: str | None = None
-    server_key: str | None = None
-    log: str | None = None
-    rate: float = 1.0
 
 
 Source = ServerSource | PluginSource | FileLog | SshLog
