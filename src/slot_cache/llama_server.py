@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from json import loads
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -13,6 +14,7 @@ import httpx
 
 from slot_cache.model import Identity, boot_of, identity_of
 from slot_cache.state import SlotReading
+from slot_cache.transport import SocketTransport
 
 LOOK_SECONDS = 2.0
 """How long `GET /slots`, /props and /health may take. A healthy server answers in milliseconds, or, between two batches
@@ -28,9 +30,6 @@ there is such a reason for it not to answer in time, it is waited for so long at
 
 UNKNOWN_BYTES_PER_TOKEN = 128 * 1024
 """A token's size in a file before one has been seen: that of an 8B model with f16 K/V and grouped-query attention."""
-
-MOST_BYTES = 16 * 2**20
-"""No answer of a llama-server that is asked here is as long."""
 
 _OF_THE_ROUTER = frozenset({"/health", "/models", "/v1/models", "/models/load", "/models/unload"})
 
@@ -81,6 +80,7 @@ class RouterModel:
     failed: bool = False
 
 
+@lru_cache(maxsize=256)
 def base_url_of(api_base: str) -> str:
     """The server's own address from a deployment's `api_base`, with or without /v1.
 
@@ -102,6 +102,7 @@ def shown_url(base_url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
+@lru_cache(maxsize=256)
 def same_server_key(base_url: str) -> str:
     """Equal for addresses that surely name the same server: case, a default port, and localhost's name do not count."""
     parts = urlsplit(base_url)
@@ -137,12 +138,7 @@ class LlamaServer:
         self.model = model
         self.has_a_reason: Callable[[], Awaitable[bool]] | None = None
         self._transport = transport
-        # the server closes an idle connection after 5 s
-        self._client = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=16, max_keepalive_connections=4, keepalive_expiry=4.0),
-            transport=transport,
-            trust_env=False,
-        )
+        self._client = self._new_client()
 
     def for_model(self, model: str) -> LlamaServer:
         """The same server, for one model of it if it is a router."""
@@ -152,6 +148,11 @@ class LlamaServer:
         """A model's own server behind a llama-swap. A call there starts it."""
         base_url = f"{self.base_url}/upstream/{quote(model, safe='')}"
         return LlamaServer(base_url, self.api_key, transport=self._transport)
+
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity"}, transport=self._transport or SocketTransport(), trust_env=False
+        )
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -330,16 +331,8 @@ class LlamaServer:
             request = client.build_request(
                 method, self.base_url + path, params=params, json=json, headers=headers, timeout=timeout
             )
-            response = await client.send(request, stream=True)
-            try:
-                body = bytearray()
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > MOST_BYTES:
-                        raise LlamaServerError("nonsense", f"{what}: the answer is longer than {MOST_BYTES} bytes")
-                return response.status_code, bytes(body)
-            finally:
-                await response.aclose()
+            response = await client.send(request)
+            return response.status_code, response.content
 
         try:
             if patient and self.has_a_reason is not None:
@@ -348,6 +341,8 @@ class LlamaServer:
                 status, body = await asyncio.wait_for(self._twice(send), seconds)
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise LlamaServerError("timeout", f"{what}: no answer within {seconds:.1f} s") from None
+        except httpx.DecodingError as error:
+            raise LlamaServerError("nonsense", f"{what}: {error}") from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
             raise LlamaServerError("unreachable", f"{what}: {type(error).__name__}") from None
         if status != 200:
@@ -380,7 +375,7 @@ class LlamaServer:
         try:
             return await send(self._client)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            async with httpx.AsyncClient(transport=self._transport, trust_env=False) as fresh:
+            async with self._new_client() as fresh:
                 return await send(fresh)
 
 

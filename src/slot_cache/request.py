@@ -7,6 +7,7 @@ import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from slot_cache.llama_server import base_url_of
@@ -20,6 +21,9 @@ DEFAULT_USER = "default_user_id"
 
 SESSION_MADE_UP = "litellm_session_id_generated"
 """LiteLLM's mark on a session id that it made up itself, for a request that had none."""
+
+_KEPT_CHARS = 200
+"""What is made of longer names, which clients may choose, is not kept."""
 
 _HEX = re.compile(r"[0-9a-f]{32}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
@@ -63,6 +67,11 @@ class CacheRequest:
 
 def route_tag(route: str) -> str:
     """A route's name as part of a file name: safe characters only, and no two routes have the same."""
+    return (_route_tag if len(route) <= _KEPT_CHARS else _route_tag.__wrapped__)(route)
+
+
+@lru_cache(maxsize=1024)
+def _route_tag(route: str) -> str:
     digest = hashlib.sha256(route.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{_UNSAFE.sub('_', route)[:40]}-{digest[:8]}"
 
@@ -127,19 +136,21 @@ def read_request(kwargs: Mapping[str, Any], settings: Settings) -> CacheRequest:
 
 def upstream_model(kwargs: Mapping[str, Any]) -> str:
     """The model's name as LiteLLM sends it to the server: without the provider's prefix, by LiteLLM's own rules."""
-    from litellm import get_llm_provider
-
     model, provider, api_base = (kwargs.get(name) for name in ("model", "custom_llm_provider", "api_base"))
     if not isinstance(model, str):
         return ""
+    known = _upstream_model if len(model) <= _KEPT_CHARS else _upstream_model.__wrapped__
+    return known(
+        model, provider if isinstance(provider, str) else None, api_base if isinstance(api_base, str) else None
+    )
+
+
+@lru_cache(maxsize=1024)
+def _upstream_model(model: str, provider: str | None, api_base: str | None) -> str:
+    from litellm import get_llm_provider
+
     try:
-        return str(
-            get_llm_provider(
-                model=model,
-                custom_llm_provider=provider if isinstance(provider, str) else None,
-                api_base=api_base if isinstance(api_base, str) else None,
-            )[0]
-        )
+        return str(get_llm_provider(model=model, custom_llm_provider=provider, api_base=api_base)[0])
     except Exception:  # a name that LiteLLM has no provider for: it will say so itself
         return model
 

@@ -47,6 +47,9 @@ BUSY_SECONDS = 1.3
 broken off is noticed at its next token, then seldom. The server notices that a client which awaits a whole answer has
 left only when it has had no other call for a second; looking more often would keep such a request alive."""
 
+SETTLE_SECONDS = 0.01
+"""The answer is on its way first; then its slot is looked at. A next request has looked at it itself by then."""
+
 SETTLE_LOOKS = 6
 """How often, with those pauses, a slot is looked at after its request was broken off, or where the server does not answer,
 while nobody waits for it."""
@@ -988,6 +991,10 @@ class SlotSwitcher:
 
     async def _settle(self, slot: Slot, epoch: int, idle_seconds: float, sent: bool) -> None:
         """Nobody waits: mark what the request has left, let other processes have the slot, wait for the idle save."""
+        if sent and not (slot.locked and slot.lock.contended()):
+            await asyncio.sleep(SETTLE_SECONDS)
+            if slot.epoch != epoch:
+                return
         pauses, failed = iter(BUSY_PAUSES), 0
         known = not sent and (slot.resident is None or slot.resident.mark is not None)
         for number in range(0 if known else SETTLE_LOOKS):
