@@ -17,6 +17,7 @@ from slot_cache.lab.proxy import LiteLLMProxy
 from slot_cache.lab.server import EmbeddedServer, ServerOptions
 from slot_cache.transport import SocketTransport
 from tiny_models import build_all
+from warm import kitchen
 
 
 class SocketMocker(respx.mocks.HTTPXMocker):
@@ -46,6 +47,12 @@ hypothesis.settings.load_profile("same each time")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with dense.gguf, other.gguf, swa.gguf and hybrid.gguf; see tiny_models.py."""
     return build_all(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kitchen_closes() -> Iterator[None]:
+    yield
+    kitchen.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from slot_cache.lab import configs
 from slot_cache.lab.chat import open_client
 from slot_cache.lab.proxy import LiteLLMProxy
 from slot_cache.lab.server import EmbeddedServer, ServerOptions
+from warm import WarmProxy
 
 TEMPLATE_TOKENS = 6
 """What all chats have in common: `<|im_start|>user` and a new line."""
@@ -39,7 +40,7 @@ def proxy(
     config = configs.config(*routes)
     config["litellm_settings"] |= {"callbacks": list(callbacks), **(litellm_settings or {})}
     config["router_settings"] |= router_settings or {}
-    started = LiteLLMProxy(config, folder=folder, extra_env={"XDG_STATE_HOME": str(folder / "state"), **(env or {})})
+    started = WarmProxy(config, folder=folder, extra_env={"XDG_STATE_HOME": str(folder / "state"), **(env or {})})
     home = folder / f"proxy-{started.port}"
     home.mkdir(parents=True)
     for name, source in (modules or {}).items():

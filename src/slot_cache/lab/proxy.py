@@ -74,9 +74,8 @@ class LiteLLMProxy:
         home.mkdir(parents=True, exist_ok=True)
         config_path = home / "config.yaml"
         config_path.write_text(yaml.safe_dump(dict(self.config), sort_keys=False, allow_unicode=True))
-        proxy = [sys.executable, "-c", "from litellm import run_server; run_server()"]
-        proxy += ["--config", str(config_path), "--host", "127.0.0.1", "--port", str(self.port)]
-        proxy += ["--num_workers", str(self.num_workers), "--telemetry", "False"]
+        arguments = ["--config", str(config_path), "--host", "127.0.0.1", "--port", str(self.port)]
+        arguments += ["--num_workers", str(self.num_workers), "--telemetry", "False"]
         env = {
             "LITELLM_MASTER_KEY": self.key,
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -84,22 +83,26 @@ class LiteLLMProxy:
             "XDG_STATE_HOME": str(self.folder / "state"),  # not the user's index
             **self._extra_env,
         }
-        with self.log_path.open("ab") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, "-I", str(guard.__file__), str(GRACE_SECONDS), *proxy],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                cwd=home,
-                env=child_environment(env, drop=FOREIGN_SETTINGS),
-                start_new_session=True,
-            )
+        self._child = self._spawn(arguments, home, child_environment(env, drop=FOREIGN_SETTINGS))
         try:
             url = f"{self.url}/health/liveliness"
             wait_until_healthy("the LiteLLM proxy", url, lambda: self.running, self.log_path, timeout)
         except BaseException:
             self.kill()
             raise
+
+    def _spawn(self, arguments: list[str], home: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        program = [sys.executable, "-c", "from litellm import run_server; run_server()", *arguments]
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", str(guard.__file__), str(GRACE_SECONDS), *program],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=home,
+                env=environment,
+                start_new_session=True,
+            )
 
     def stop(self) -> None:
         """Let it end in good order; whatever is left of it after a few seconds is killed."""
