@@ -32,6 +32,9 @@ NO_ROOM = 64 * 2**20
 OLDEST_BUILD = 11434
 """The oldest build of llama.cpp that was measured."""
 
+USELESS = "useless"
+"""What a model is like whose restores the plugin has given up, beside those of `slot_actions`."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -65,6 +68,7 @@ class Arguments:
     cache_idle: bool | None = None
     cache_ram: int | None = None
     sleep_seconds: int | None = None
+    tells_slots: bool | None = None
 
     @property
     def shares_kv(self) -> bool:
@@ -90,7 +94,8 @@ class Trial:
         problem: why the save failed, "" if it did not.
         untried: why nothing was tried, "" if it was.
         tokens, size: what the server says it wrote.
-        seen: whether the file was in the folder with that size; None: no folder to look in.
+        seen: whether the file was in the folder; None: no folder to look in.
+        missing: bytes of it that were not there.
         removed: whether it could be deleted there.
         ahead: seconds that the file's time was ahead of the clock here.
         streams: the server's K/V streams, None if the slot was not empty, which alone tells them.
@@ -102,6 +107,7 @@ class Trial:
     tokens: int = 0
     size: int = 0
     seen: bool | None = None
+    missing: int = 0
     removed: bool = False
     ahead: float = 0.0
     streams: int | None = None
@@ -124,7 +130,8 @@ class Told:
         counts_tokens: whether its slots say how many tokens they hold.
         actions: whether it saves and restores, None if it was not asked.
         arguments: of its command line, where a router tells it.
-        kind: what is known of its model's restores, "" for nothing, None: there is no index to tell.
+        kind: what is known of its model's restores: `plain`, `rewind`, `useless`, "" for nothing; None: there is no index to
+            tell.
         trial: what came of a save, None if none was asked for.
     """
 
@@ -153,7 +160,17 @@ class Told:
         told = self.props.get("total_slots")
         if isinstance(told, int) and not isinstance(told, bool) and told > 0:
             return told
-        return len(self.slots) if self.slots is not None else None
+        if self.slots is not None:
+            return len(self.slots)
+        return self.arguments.slots if self.arguments is not None else None
+
+    @property
+    def tells_slots(self) -> bool | None:
+        """Whether GET /slots is on, None if that is not told."""
+        told = self.props.get("endpoint_slots")
+        if isinstance(told, bool):
+            return told
+        return self.arguments.tells_slots if self.arguments is not None else None
 
 
 @dataclass(frozen=True)
@@ -414,7 +431,7 @@ def _check_build(told: Told) -> Iterator[Finding]:
 
 
 def _check_slots(told: Told, routes: Sequence[Route]) -> Iterator[Finding]:
-    if told.slots_fault == "501" or told.props.get("endpoint_slots") is False:
+    if told.slots_fault == "501" or told.tells_slots is False:
         yield Finding(
             "error",
             "slots",
@@ -488,7 +505,11 @@ def _check_trial(told: Told, routes: Sequence[Route]) -> Iterator[Finding]:
         fix = "make --slot-save-path a folder that llama-server's user may write to, with room left"
         yield Finding("error", "save", told.where, trial.problem, "Nothing can be saved.", fix)
         return
-    yield Finding("ok", "save", told.where, f"it saved an idle slot: {trial.tokens} tokens, {trial.size} bytes")
+    if trial.missing:
+        what = f"it says that it saved {trial.size} bytes, {trial.missing} of them are not in the file"
+        yield Finding("error", "save", told.where, what, "Nothing can be saved.", "free some room, or another disk")
+    else:
+        yield Finding("ok", "save", told.where, f"it saved an idle slot: {trial.tokens} tokens, {trial.size} bytes")
     if trial.seen is False:
         yield Finding(
             "error",
@@ -591,8 +612,11 @@ def _check_ram(told: Told) -> Iterator[Finding]:
     ram = told.arguments.cache_ram if told.arguments is not None else None
     if told.arguments is None:
         yield Finding("unknown", "cache-ram", told.where, "--cache-ram is not told (8192 MiB by default)")
-    elif ram is None or ram > 0:
-        yield Finding("ok", "cache-ram", told.where, f"--cache-ram is {8192 if ram is None else ram} MiB")
+    elif ram is None:
+        what = "--cache-ram is not on its command line (8192 MiB, but for LLAMA_ARG_CACHE_RAM, which is not told)"
+        yield Finding("unknown", "cache-ram", told.where, what)
+    elif ram > 0:
+        yield Finding("ok", "cache-ram", told.where, f"--cache-ram is {ram} MiB")
     elif ram == 0:
         yield Finding("ok", "cache-ram", told.where, "--cache-ram 0: no RAM cache of the server's own")
     else:
@@ -616,8 +640,9 @@ def _check_kind(told: Told) -> Iterator[Finding]:
         yield Finding("unknown", "model", told.where, what, why, "for sliding-window models: llama-server --swa-full")
     else:
         what = "restores of this model are not reused (sliding-window or recurrent memory)"
-        why = "The plugin neither saves nor restores it."
-        yield Finding("warning", "model", told.where, what, why, "llama-server --swa-full, or a newer build")
+        why = "The plugin neither saves nor restores it until the server is started again."
+        fix = "llama-server --swa-full for sliding-window models, no --ctx-checkpoints 0 for others, or a newer build"
+        yield Finding("warning", "model", told.where, what, why, fix)
 
 
 # a router
@@ -674,6 +699,7 @@ def check_unloaded(told: Told, status: str, routes: Sequence[Route]) -> Iterator
     """What the command line of a router's model that is not loaded tells."""
     what = f"it is {status}: only its command line was looked at, since asking more would load it"
     yield Finding("unknown", "loaded", told.where, what)
+    yield from _check_slots(told, routes)
     yield from _check_actions(told)
     yield from _check_clearing(told)
     yield from _check_sleep(told, routes)
@@ -713,6 +739,8 @@ _SWITCHES = {
     "--no-kv-unified": ("unified", False),
     "--cache-idle-slots": ("cache_idle", True),
     "--no-cache-idle-slots": ("cache_idle", False),
+    "--slots": ("tells_slots", True),
+    "--no-slots": ("tells_slots", False),
 }
 
 

@@ -37,7 +37,7 @@ from slot_cache.llama_server import (
     slot_readings,
 )
 from slot_cache.locks import SlotLock
-from slot_cache.model import identity_of
+from slot_cache.model import Identity, identity_of
 from slot_cache.request import upstream_model
 from slot_cache.state import SlotReading
 
@@ -103,10 +103,11 @@ async def examine(plan: Plan) -> list[Finding]:
         if route.settings.save_path is not None:
             folders.setdefault(route.settings.save_path, []).append(route)
     at_once = asyncio.Semaphore(AT_ONCE)
+    one_by_one = asyncio.Lock()
 
     async def one(group: list[Deployment]) -> list[Finding]:
         async with at_once:
-            look = _Look(group, index, locks, plan.write)
+            look = _Look(group, index, locks, one_by_one if plan.write else None)
             try:
                 return [finding async for finding in _all(look)]
             finally:
@@ -137,9 +138,12 @@ def _route(deployment: Deployment, model: str = "") -> Route:
 
 
 class _Look:
-    """A look at one server, for the routes that go there with one key."""
+    """A look at one server, for the routes that go there with one key. It saves only if it has a lock to hold meanwhile:
+    servers may share a folder, or be one by two names."""
 
-    def __init__(self, deployments: Sequence[Deployment], index: Path | None, locks: Path | None, write: bool) -> None:
+    def __init__(
+        self, deployments: Sequence[Deployment], index: Path | None, locks: Path | None, saves: asyncio.Lock | None
+    ) -> None:
         first = deployments[0]
         self.deployments = deployments
         self.routes = [_route(deployment) for deployment in deployments]
@@ -147,7 +151,7 @@ class _Look:
         self.name = same_server_key(first.base_url)
         self.index = index
         self.locks = locks
-        self.write = write
+        self.saves = saves
         host = urlsplit(first.base_url).hostname or ""
         self.open_to_all = not (host == "localhost" or host == "::1" or host.startswith("127."))
 
@@ -223,6 +227,8 @@ class _Look:
 
     async def _router_model(self, model: RouterModelTold, routes: list[Route]) -> list[Finding]:
         server = self.server.for_model(model.names[0])
+        given = model.arguments.save_path if model.arguments is not None else None
+        others = await _with_another_folder(routes, given)
         try:
             told = Told(
                 server.shown,
@@ -232,14 +238,14 @@ class _Look:
             )
             if model.status != "loaded":
                 unloaded = list(doctor.check_unloaded(told, model.status, routes))
-                return unloaded + list(doctor.check_save_path(told, routes))
+                return unloaded + list(doctor.check_save_path(told, others))
             try:
                 told = replace(told, props=await self._props(server))
             except LlamaServerError as error:
                 told = replace(told, fault=error.fault, status=error.status)
             else:
                 told = await self._model(told, server, f"{self.name}#{model.names[0]}", routes)
-            return [*doctor.check_server(told, routes), *doctor.check_save_path(told, routes)]
+            return [*doctor.check_server(told, routes), *doctor.check_save_path(told, others)]
         finally:
             await server.aclose()
 
@@ -247,7 +253,7 @@ class _Look:
         """What a server, or one loaded model of a router, tells besides /props."""
         if told.sleeps:
             return told
-        told = replace(told, kind=await self._kind(told.props, server))
+        told = replace(told, kind=await self._kind(told.props, server, name))
         if told.props.get("endpoint_slots") is not False:
             try:
                 body = await _patiently(lambda: server.read("/slots"))
@@ -263,15 +269,17 @@ class _Look:
                 told = replace(told, slots_fault=str(error.status or error.fault))
             except TypeError:
                 told = replace(told, slots_fault="nonsense")
-        if server.model is None or self.write:  # a router takes a POST for a use of the model
+        if server.model is None or self.saves is not None:  # a router takes a POST for a use of the model
             with contextlib.suppress(LlamaServerError):
                 told = replace(told, actions=await _patiently(server.takes_actions))
-        if self.write and told.actions and told.slots:
+        if self.saves is not None and told.actions and told.slots:
             folders = {r.settings.save_path for r in routes or self.routes if r.settings.save_path is not None}
-            told = replace(told, trial=await _Trial(server, name, self.locks, sorted(folders)).run(len(told.slots)))
+            async with self.saves:
+                trial = await _Trial(server, name, self.locks, sorted(folders)).run(len(told.slots))
+            told = replace(told, trial=trial)
         return told
 
-    async def _kind(self, props: Mapping[str, Any], server: LlamaServer) -> str | None:
+    async def _kind(self, props: Mapping[str, Any], server: LlamaServer, name: str) -> str | None:
         if self.index is None:
             return None
         try:
@@ -284,7 +292,7 @@ class _Look:
             known = [entry for entry in known if entry.get("id") == server.model]
         identity = identity_of(props, known[0] if known else {})
         index = self.index
-        return await _within(FOLDER_SECONDS, lambda: _kind_in(index, identity.kind_key))
+        return await _within(FOLDER_SECONDS, lambda: _kind_in(index, identity, name))
 
 
 def _wrong_backend(route: Route, what: str) -> Finding:
@@ -391,10 +399,15 @@ class _Trial:
         if answer.tokens == 0 and more % 4 == 0 and 0 <= more < 4 * 256:
             trial = replace(trial, streams=more // 4 + 1)
         if self._folders:
-            ages = [await _within(FOLDER_SECONDS, partial(_see, path / FILE, answer.size)) for path in self._folders]
-            seen = [age for age in ages if age is not None]
-            trial = replace(trial, seen=len(seen) == len(ages), ahead=max(seen, key=abs, default=0.0))
-            trial = replace(trial, removed=await self._remove())
+            looks = [await _within(FOLDER_SECONDS, partial(_see, path / FILE, answer.size)) for path in self._folders]
+            seen = [look for look in looks if look is not None]
+            trial = replace(
+                trial,
+                seen=len(seen) == len(looks),
+                missing=max((answer.size - size for _, size in seen if size < answer.size), default=0),
+                ahead=max((age for age, _ in seen), key=abs, default=0.0),
+                removed=await self._remove(),
+            )
         return trial
 
     async def _remove(self) -> bool:
@@ -420,16 +433,17 @@ class _Trial:
                     await self._server.erase(slot)
 
 
-def _see(file: Path, size: int) -> float | None:
-    """How far the file's time is ahead, None if it is not there with that size within a while."""
+def _see(file: Path, size: int) -> tuple[float, int] | None:
+    """How far the file's time is ahead, and its size, which may take a while to become `size`; None if it is not there."""
     end = time.monotonic() + SEE_SECONDS
+    seen = None
     while True:
         with contextlib.suppress(OSError, ValueError):
             info = file.lstat()
-            if stat.S_ISREG(info.st_mode) and info.st_size == size:
-                return info.st_mtime - time.time()
-        if time.monotonic() > end:
-            return None
+            if stat.S_ISREG(info.st_mode):
+                seen = info.st_mtime - time.time(), info.st_size
+        if (seen is not None and seen[1] == size) or time.monotonic() > end:
+            return seen
         time.sleep(0.05)
 
 
@@ -438,6 +452,22 @@ def _free(path: Path) -> int:
         return shutil.disk_usage(path).free
     except (OSError, ValueError):
         return 0
+
+
+async def _with_another_folder(routes: list[Route], given: str | None) -> list[Route]:
+    """Those whose save_path is not seen to be the folder of this name, as it is where one is a link to the other."""
+    if given is None or not given.startswith("/"):
+        return routes
+    paths = {route.settings.save_path for route in routes if route.settings.save_path is not None}
+    same = {path for path in paths if await _within(FOLDER_SECONDS, partial(_is_same, path, given))}
+    return [route for route in routes if route.settings.save_path not in same]
+
+
+def _is_same(path: Path, other: str) -> bool:
+    try:
+        return path.samefile(other)
+    except (OSError, ValueError):
+        return False
 
 
 def _removed(file: Path) -> bool:
@@ -542,13 +572,17 @@ def _look_at_state(path: Path, workers: int | None) -> State:
         return State(folder, "damaged", workers=workers)
 
 
-def _kind_in(index: Path, kind_key: str) -> str:
+def _kind_in(index: Path, identity: Identity, server: str) -> str:
+    useless = identity.useless_key(server)
     try:
         with contextlib.closing(_read_only(index)) as db:
-            row = db.execute("SELECT kind FROM kinds WHERE model = ?", (kind_key,)).fetchone()
+            keys = (identity.kind_key, useless)
+            found = dict(db.execute("SELECT model, kind FROM kinds WHERE model IN (?, ?)", keys).fetchall())
     except (sqlite3.Error, UnicodeError):
         return ""
-    return str(row[0]) if row else ""
+    if identity.boot and found.get(useless) == identity.boot:
+        return doctor.USELESS
+    return str(found.get(identity.kind_key, ""))
 
 
 def _read_only(index: Path) -> sqlite3.Connection:

@@ -35,6 +35,11 @@ class Identity:
         """What is learned of the model with this build is recorded under it: another build may save more, or less."""
         return f"{self.model} {self.build}" if self.build else self.model
 
+    def useless_key(self, server: str) -> str:
+        """That the model's restores are of no use on a server is recorded under it, with the server's `boot`: started with
+        other options it may be otherwise."""
+        return f"{self.model} {server}"
+
 
 def boot_of(props: Mapping[str, Any]) -> str:
     """What differs from start to start. llama-server draws its media marker anew each time (builds since mid-2026)."""

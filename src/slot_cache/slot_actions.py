@@ -74,9 +74,11 @@ class SlotActions:
         once: report.Once,
         clock: Callable[[], float],
         tell: Callable[[Event], None] = lambda event: None,
+        given_up: Callable[[Identity], None] = lambda identity: None,
     ) -> None:
         self.server = server
         self._tell = tell
+        self._given_up = given_up
         self.counts: Counter[str] = Counter()
         self.prefill_rate = 0.0
         self._restore_rate = 0.0
@@ -350,6 +352,7 @@ class SlotActions:
 
     def _stop(self, identity: Identity, why: str) -> None:
         self._stopped[identity.model] = identity.boot
+        self._given_up(identity)
         report.logger.warning(
             "slot-cache: %s: %s; %s is neither saved nor restored any more until the server is started again",
             self.server.shown,

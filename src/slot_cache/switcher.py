@@ -138,7 +138,7 @@ class SlotSwitcher:
         self._clock = clock
         self._host = host
         self._once = report.Once()
-        self.actions = SlotActions(server, self._once, clock, tell)
+        self.actions = SlotActions(server, self._once, clock, tell, self._given_up)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loose: dict[Lease, float] = {}
         self._queue = LeaseQueue(
@@ -313,6 +313,11 @@ class SlotSwitcher:
             hold = self._hold_of(slot)
             if slot.lease is None and not slot.yielding and self._queue.try_take(hold):
                 self._task(self._rewind(slot, hold, conversation, lease.idle_seconds))
+
+    def _given_up(self, identity: Identity) -> None:
+        """Write down that the model is neither saved nor restored any more, for those who ask what is wrong."""
+        if identity.boot:
+            self._task(self._index.call(self._index.index.put_kind, identity.useless_key(self.name), identity.boot))
 
     # who has which slot
 

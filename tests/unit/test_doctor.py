@@ -255,6 +255,15 @@ async def test_save_path_is_another_folder(home: Path, saves: Path, serve: Any, 
     assert (await doctor_of(path)).code == 0  # not tried, not known
 
 
+async def test_two_servers_that_save_into_one_folder(home: Path, saves: Path, serve: Any, doctor_of: Doctor) -> None:
+    fakes = [FakeLlamaServer(save_dir=saves), FakeLlamaServer(save_dir=saves)]
+    fakes[0].fail("save", "late", 1, seconds=0.3)  # the other one's file comes and goes meanwhile
+    options = {"save_path": str(saves), **GOOD}
+    routes = [configs.route(f"r{n}", await serve(fake), slot_cache=options) for n, fake in enumerate(fakes)]
+    done = await doctor_of(write_config(home, *routes), "--write")
+    assert done.worse_than_ok() == [] and done.found("save_path") == ["ok", "ok"]
+
+
 @pytest.mark.parametrize("kind", ["500", "drop", "garbage"])
 async def test_a_save_that_fails(home: Path, saves: Path, serve: Any, doctor_of: Doctor, kind: Any) -> None:
     fake = FakeLlamaServer(save_dir=saves)
@@ -362,15 +371,20 @@ async def test_what_is_known_of_the_model(home: Path, saves: Path, serve: Any, d
     path = one_route(home, url, saves)
     async with httpx.AsyncClient(base_url=url) as client:
         props, models = (await client.get("/props")).json(), (await client.get("/v1/models")).json()
-    key = identity_of(props, models["data"][0]).kind_key
+    identity = identity_of(props, models["data"][0])
     index = SqliteIndex(home / "state-home" / "slot-cache" / "index.sqlite3")
     try:
         assert "learned from the first ones" in (await doctor_of(path)).text("model")
-        for kind, words in (("plain", "are reused"), ("rewind", "rewound"), ("none", "--swa-full")):
-            index.put_kind(key, kind)
+        for kind, words in (("plain", "are reused"), ("rewind", "rewound")):
+            index.put_kind(identity.kind_key, kind)
             done = await doctor_of(path)
-            assert words in done.text("model"), kind
-            assert done.code == (1 if kind == "none" else 0)
+            assert words in done.text("model") and done.code == 0, kind
+        useless = identity.useless_key(same_server_key(url))
+        index.put_kind(useless, "the boot before")  # the server was started anew since, perhaps with other options
+        assert (await doctor_of(path)).found("model") == ["ok"]
+        index.put_kind(useless, identity.boot)
+        done = await doctor_of(path)
+        assert done.found("model") == ["warning"] and "--swa-full" in done.text("model") and done.code == 1
     finally:
         index.close()
 
@@ -516,6 +530,12 @@ def test_a_file_that_cannot_be_removed_and_a_clock_that_differs() -> None:
     assert levels(found, "save_path") == ["error"] and levels(found, "clock") == ["warning"]
 
 
+def test_a_file_that_is_shorter_than_the_server_says() -> None:
+    trial = Trial(size=36, seen=True, missing=36, removed=True)
+    found = list(doctor.check_server(Told("s", props=NEW, actions=True, trial=trial), [ROUTE]))
+    assert levels(found, "save") == ["error"] and levels(found, "save_path") == ["ok"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "idle", "level"),
     [
@@ -543,6 +563,7 @@ def test_sleep_before_the_idle_save(arguments: Arguments | None, idle: float, le
         (["llama-server", "--no-cache-idle-slots"], Arguments(cache_idle=False), False),
         (["llama-server", "--cache-ram", "0"], Arguments(cache_ram=0), False),
         (["llama-server", "-np", "1"], Arguments(slots=1), False),
+        (["llama-server", "--no-slots"], Arguments(tells_slots=False), True),
         (
             ["llama-server", "--slot-save-path", "/s", "--sleep-idle-seconds", "9", "-cram", "x", "-np"],
             Arguments(save_path="/s", sleep_seconds=9),
@@ -560,9 +581,10 @@ def test_what_is_no_command_line(args: object) -> None:
     assert read_arguments(args) is None
 
 
-def test_ram_without_a_limit() -> None:
-    told = Told("s", props=NEW, arguments=Arguments(cache_ram=-1))
-    assert levels(doctor.check_server(told, [ROUTE]), "cache-ram") == ["warning"]
+@pytest.mark.parametrize(("ram", "level"), [(-1, "warning"), (0, "ok"), (8192, "ok"), (None, "unknown")])
+def test_the_servers_own_ram_cache(ram: int | None, level: str) -> None:
+    told = Told("s", props=NEW, arguments=Arguments(cache_ram=ram))
+    assert levels(doctor.check_server(told, [ROUTE]), "cache-ram") == [level]
 
 
 def test_slots_that_are_more_than_there_are() -> None:
@@ -618,6 +640,8 @@ async def test_a_good_router(home: Path, saves: Path, serve: Any, doctor_of: Doc
         (("-np", "1", "--sleep-idle-seconds", "10"), {}, "sleep", "warning"),
         ((), {}, "idle slots", "note"),
         (("-np", "1", "--cache-ram", "-1"), {}, "cache-ram", "warning"),
+        (("-np", "1", "--no-slots"), {}, "slots", "error"),
+        (("-np", "2"), {"slot": 2}, "slot number", "error"),
         (("-np", "1"), {"models_max": 3}, "models-max", "warning"),
         (("-np", "1"), {"models_max": 0}, "models-max", "warning"),
         (("-np", "1"), {"models_max": 1}, "models-max", "note"),

@@ -331,6 +331,9 @@ async def test_a_rewind_that_fails_costs_the_cache_and_nothing_else(
     assert desk.switcher.leased() == []
     if (where, kind) == ("chat", "hang"):  # the server is alive and computes for too long: it is not asked again
         assert desk.switcher.actions.stopped()
+        identity = desk.switcher._book.identity
+        assert identity is not None and identity.boot
+        assert desk.switcher._index.index.kind(identity.useless_key("llama")) == identity.boot
         return
     assert await b.turn() is RESTORED
     await desk.quiet()
