@@ -29,7 +29,7 @@ bench: $(STAMP)
 
 test: lint
 	@export LLAMA_SERVER_BIN="$${LLAMA_SERVER_BIN:-$$($(LLAMA_SERVER_VENV)/bin/python -c '$(LLAMA_SERVER_PATH)' 2>/dev/null)}"; \
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 llama-server: $(LLAMA_SERVER_STAMP)
 

@@ -11,6 +11,7 @@ import httpx
 import hypothesis
 import pytest
 import respx.mocks
+from xdist.scheduler import LoadScopeScheduling
 
 from slot_cache.lab.models import smollm2 as smollm2_path
 from slot_cache.lab.proxy import LiteLLMProxy
@@ -47,6 +48,26 @@ hypothesis.settings.load_profile("same each time")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with dense.gguf, other.gguf, swa.gguf and hybrid.gguf; see tiny_models.py."""
     return build_all(tmp_path_factory.mktemp("models"))
+
+
+BESIDE_OTHERS = ("test_lab", "test_demo_and_bench", "test_real_bench_kinds", "test_fake_agrees", "test_killed")
+"""Tests of real programs that start more than they measure."""
+
+
+class RealTestsTogether(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """With two workers (`make test`) one has the tests of real programs, but for a few, so that nearly always there is one
+    llama-server at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder, _, name = nodeid.partition("::")[0].rpartition("/")
+        if folder != "tests/real":
+            return nodeid
+        return "beside others" if name.removesuffix(".py") in BESIDE_OTHERS else "real"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return RealTestsTogether(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,7 @@ from slot_cache.lab.chat import open_client
 
 pytestmark = pytest.mark.real
 
-KILLS = int(os.environ.get("SLOT_CACHE_KILLS", "15"))
+KILLS = int(os.environ.get("SLOT_CACHE_KILLS", "8"))
 """How often: `SLOT_CACHE_KILLS=100` for the whole of it."""
 
 PROXY_KILLS = int(os.environ.get("SLOT_CACHE_KILLS", "5"))

@@ -187,7 +187,7 @@ def choose_waiter(waiting):
 
 leases.choose_waiter = choose_waiter
 '''
-SECONDS = float(os.environ.get("SLOT_CACHE_OVERLOAD_SECONDS", "15"))
+SECONDS = float(os.environ.get("SLOT_CACHE_OVERLOAD_SECONDS", "10"))
 
 
 def memory_of(pid: int) -> float:

@@ -22,7 +22,7 @@ from slot_cache.lab.proxy import LiteLLMProxy
 
 pytestmark = pytest.mark.real
 
-SESSIONS, REQUESTS, AT_ONCE = 10, 300, 8
+SESSIONS, REQUESTS, AT_ONCE = 10, 200, 8
 TOKENS = 16
 CONTEXT = 6000
 SLOT_CALLS: tuple[Kind, ...] = ("slots", "props", "save", "restore")
