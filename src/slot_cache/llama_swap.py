@@ -19,7 +19,8 @@ from slot_cache.index import IndexThread
 from slot_cache.llama_server import LlamaServer, LlamaServerError
 from slot_cache.locks import SlotLock
 from slot_cache.router import LOAD_SECONDS, POLL_FIRST_SECONDS, POLL_MOST_SECONDS, VICTIM_SECONDS
-from slot_cache.switcher import BUSY_SECONDS, NoTurnError, SlotSwitcher, Vacated
+from slot_cache.slot_book import BUSY_SECONDS
+from slot_cache.switcher import NoTurnError, SlotSwitcher, Vacated
 
 
 class SwapTracker:

@@ -19,7 +19,8 @@ from slot_cache.events import Event
 from slot_cache.index import IndexThread
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, RouterModel
 from slot_cache.locks import SlotLock
-from slot_cache.switcher import BUSY_SECONDS, NoTurnError, SlotSwitcher, Vacated
+from slot_cache.slot_book import BUSY_SECONDS
+from slot_cache.switcher import NoTurnError, SlotSwitcher, Vacated
 
 OLD_ROUTER_MAX = 4
 """What an older router that does not tell its limit has by default."""

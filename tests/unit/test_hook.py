@@ -20,7 +20,7 @@ import slot_cache
 from fake_llama_server import Completion, FakeLlamaServer
 from slot_cache import hook as hook_module
 from slot_cache import index as index_module
-from slot_cache import report
+from slot_cache import lost_leases, report
 from slot_cache import switcher as switcher_module
 from slot_cache.findings import read_findings
 from slot_cache.hook import MANAGED_CALLS, TOKEN, SlotCacheHook
@@ -402,8 +402,8 @@ async def test_a_stream_that_fails_frees_the_slot_and_fails(road: Road) -> None:
 async def test_a_stream_that_was_never_begun_is_found_when_somebody_waits(
     road: Road, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(switcher_module, "LOST_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(switcher_module, "LOST_CONFIRM_SECONDS", 0.01)
+    monkeypatch.setattr(lost_leases, "LOST_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(lost_leases, "LOST_CONFIRM_SECONDS", 0.01)
     kwargs = road.kwargs("a", stream=True)
     await road.pre(kwargs)
     await road.served("a")
