@@ -348,6 +348,18 @@ class SlotSwitcher:
         if not taken:
             await otherwise()
 
+    async def _mark(self, slot: Slot) -> None:
+        """Look at what the last request has left, so that a stranger's use is noticed later."""
+        try:
+            reading = await self._book.look(slot.number)
+        except LlamaServerError:
+            slot.resident = None
+            return
+        if reading.processing:
+            slot.resident = None
+        else:
+            self._book.judge(slot, reading)
+
     def _order(self, lease: Lease, free: list[Slot]) -> list[Slot]:
         return [self.slots[number] for number in order_slots(self._view(lease, slot) for slot in free)]
 
@@ -369,25 +381,6 @@ class SlotSwitcher:
             return 0.0
         tokens = resident.mark.tokens if resident.mark else resident.tokens_before
         return slot_score(tokens, resident.saved_tokens, self._clock() - slot.used, self.actions.speeds)
-
-    async def _rewind(self, slot: Slot, hold: Lease, conversation: Conversation, idle_seconds: float) -> None:
-        """Send the slot back to where the conversation's next turn goes on, before anybody else has it."""
-        try:
-            if self.clears_idle:
-                await self._clearing.enter(hold, self._clock() + SAFE_SECONDS)
-                await self._clearing.put_others_away(hold)
-            await self._rewinder.rewind(slot, conversation)
-        except (LlamaServerError, NoTurnError) as error:
-            self._once.warn(("rewind", self.server.base_url), "%s rewind failed: %s", self.server.shown, error)
-            slot.resident, slot.perhaps_busy = None, True
-        except Exception as error:
-            self._once.bug("rewind", error)
-            slot.resident = None
-        finally:
-            self._clearing.leave(hold)
-            hold.active = False
-            hold.safe.set()
-            self._free(slot, lambda: self._idle.settle(slot, slot.epoch, idle_seconds, sent=slot.perhaps_busy))
 
     # the switch
 
@@ -607,22 +600,7 @@ class SlotSwitcher:
         outcome = await self._files.restore(lease, want, folder, saved, reading, identity, donor=key)
         return (Outcome.DONOR, donor.tokens) if outcome is Outcome.RESTORED else (outcome, 0)
 
-    def _no_locks(self, error: OSError) -> None:
-        self._once.warn(("lock",), "no locks between workers: %s", error)
-
-    # after a request
-
-    async def _mark(self, slot: Slot) -> None:
-        """Look at what the last request has left, so that a stranger's use is noticed later."""
-        try:
-            reading = await self._book.look(slot.number)
-        except LlamaServerError:
-            slot.resident = None
-            return
-        if reading.processing:
-            slot.resident = None
-        else:
-            self._book.judge(slot, reading)
+    # slots held for work of our own
 
     async def _put_away(self, slot: Slot) -> bool:
         """Take a slot that is free and save what is dirty in it. Returns whether nothing is left to be saved."""
@@ -653,6 +631,25 @@ class SlotSwitcher:
             slot.lease.active = False
             slot.lease.safe.set()
         self._free(slot, lambda: self._idle.let_go(slot, slot.epoch))
+
+    async def _rewind(self, slot: Slot, hold: Lease, conversation: Conversation, idle_seconds: float) -> None:
+        """Send the slot back to where the conversation's next turn goes on, before anybody else has it."""
+        try:
+            if self.clears_idle:
+                await self._clearing.enter(hold, self._clock() + SAFE_SECONDS)
+                await self._clearing.put_others_away(hold)
+            await self._rewinder.rewind(slot, conversation)
+        except (LlamaServerError, NoTurnError) as error:
+            self._once.warn(("rewind", self.server.base_url), "%s rewind failed: %s", self.server.shown, error)
+            slot.resident, slot.perhaps_busy = None, True
+        except Exception as error:
+            self._once.bug("rewind", error)
+            slot.resident = None
+        finally:
+            self._clearing.leave(hold)
+            hold.active = False
+            hold.safe.set()
+            self._free(slot, lambda: self._idle.settle(slot, slot.epoch, idle_seconds, sent=slot.perhaps_busy))
 
     async def vacate(self, wait: float, *, first: bool = False, asleep: bool = False) -> Vacated | None:
         """Take every slot of the server at once and save what is dirty: its model is about to be unloaded.
@@ -689,6 +686,9 @@ class SlotSwitcher:
             if not held:
                 self._end_hold(slot)
         return True
+
+    def _no_locks(self, error: OSError) -> None:
+        self._once.warn(("lock",), "no locks between workers: %s", error)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
