@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slot_cache.deployments import CALLBACK, Config, Deployment
+from slot_cache.idle_slots import CLEARING_IDLE_SECONDS
 from slot_cache.llama_server import Fault
 from slot_cache.router import OLD_ROUTER_MAX
 from slot_cache.settings import Settings
 from slot_cache.slot_actions import PLAIN, REWIND
 from slot_cache.state import SlotReading
-from slot_cache.switcher import CLEARING_IDLE_SECONDS
 
 Level = Literal["ok", "unknown", "note", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("ok", "unknown", "note", "warning", "error")

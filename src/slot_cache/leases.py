@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ TURNS_IN_A_ROW = 8
 SCOUT_SECONDS = 3600.0
 """The wait for a lock that another process has is given up and begun anew after so long: a thread that nobody awaits any
 more waits on in the kernel, so that there must be few of them."""
+
+SAFE_SECONDS = 5.0
+"""How long a request waits before its start for others that save what it would empty."""
 
 Which = int | range | None
 """The slots that a request may use: one, the first so many, or (None) all that the server has."""
@@ -405,3 +409,9 @@ def _expire(turn: asyncio.Future[None], why: str) -> None:
 def of_keys(slots: Iterable[Slot]) -> set[str]:
     """The caches that requests continue right now."""
     return {slot.lease.key for slot in slots if slot.lease is not None and slot.lease.key is not None}
+
+
+async def within_reason(event: asyncio.Event) -> None:
+    """Wait for what another request is to do, but not for ever."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), SAFE_SECONDS)

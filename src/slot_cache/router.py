@@ -9,7 +9,6 @@ takes its slots, saves them, has it unloaded, and has the wanted one loaded; onl
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,9 +16,11 @@ from pathlib import Path
 from slot_cache import report
 from slot_cache.events import Event
 from slot_cache.index import IndexThread
+from slot_cache.leases import NoTurnError
 from slot_cache.llama_server import LlamaServer, LlamaServerError, Role, RouterModel
-from slot_cache.locks import SlotLock
-from slot_cache.switcher import BUSY_SECONDS, NoTurnError, SlotSwitcher, Vacated
+from slot_cache.model_tracker import ModelTracker
+from slot_cache.slot_book import BUSY_SECONDS
+from slot_cache.vacating import Vacated
 
 OLD_ROUTER_MAX = 4
 """What an older router that does not tell its limit has by default."""
@@ -63,18 +64,15 @@ def _is_there(status: str) -> bool:
     return status in ("loaded", "sleeping")
 
 
-class RouterTracker:
+class RouterTracker(ModelTracker):
     """The models of one router.
 
     Args:
-        server: the router itself.
-        index: passed on to the models' switchers.
-        name: the server's name in the index and for locks.
-        lock_folder: as for `SlotSwitcher`.
+        server, index, name, lock_folder, clock, tell: as for `ModelTracker`.
         limit: the most models loaded at once, 0 for no limit.
-        clock: seconds, for waits.
-        tell: is told what happens.
     """
+
+    lock_name = "router"
 
     def __init__(
         self,
@@ -87,26 +85,12 @@ class RouterTracker:
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self.server = server
-        self._tell = tell
+        super().__init__(server, index, name=name, lock_folder=lock_folder, clock=clock, tell=tell)
         self.limit = limit
-        self._index = index
-        self._name = name
-        self._lock_folder = lock_folder
-        self._clock = clock
-        self._switchers: dict[str, SlotSwitcher] = {}
         self._names: dict[str, str] = {}
         self._loaded: set[str] = set()
         self._uses: dict[str, float] = {}
         self._can_unload = True
-        self._making_room = asyncio.Lock()
-        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-        self._room_lock = SlotLock(lock_folder, f"{digest}-router")
-
-    @property
-    def switchers(self) -> dict[str, SlotSwitcher]:
-        """The models that were asked for, and their slots."""
-        return self._switchers
 
     @property
     def loaded(self) -> list[str]:
@@ -114,11 +98,7 @@ class RouterTracker:
         return sorted(self._loaded, key=lambda model: self._uses.get(model, 0.0))
 
     async def canonical(self, model: str) -> str:
-        """The router's own name for a model, which may have been asked for by another.
-
-        Raises:
-            LlamaServerError: the router does not answer or has no such model.
-        """
+        """The router's own name for a model, which may have been asked for by another."""
         if model not in self._names:
             models = await self.server.models()
             self._names = {alias: known.name for known in models for alias in known.aliases}
@@ -127,40 +107,16 @@ class RouterTracker:
             return self._names[model]
         raise LlamaServerError("refused", "the router has no such model", 404)
 
-    def switcher(self, model: str) -> SlotSwitcher:
-        """The slots of a model, by the router's own name for it."""
-        found = self._switchers.get(model)
-        if found is None:
-            server = self.server.for_model(model)
-            found = self._switchers[model] = SlotSwitcher(
-                server,
-                self._index,
-                name=f"{self._name}#{model}",
-                lock_folder=self._lock_folder,
-                clock=self._clock,
-                host=_Host(self, model),
-                tell=self._tell,
-            )
-        return found
+    async def may_be_asked(self, model: str) -> bool:
+        """Always: every call carries autoload=false."""
+        return True
 
-    async def aclose(self) -> None:
-        """End the background work and close the connections."""
-        for switcher in self._switchers.values():
-            await switcher.aclose()
-        await self.server.aclose()
+    def server_of(self, model: str) -> LlamaServer:
+        """The router, called for a model."""
+        return self.server.for_model(model)
 
     async def ready(self, model: str, deadline: float, abandoned: Callable[[], bool]) -> None:
-        """Return when the model is loaded. The caller holds one of its slots, so that it does not go meanwhile.
-
-        Args:
-            model: the router's own name for it.
-            deadline: on the tracker's clock.
-            abandoned: whether nobody waits for it any more; then this returns early.
-
-        Raises:
-            LlamaServerError: the router does not answer, has no such model, or cannot load it.
-            NoTurnError: there was no room until the deadline.
-        """
+        """As `ModelTracker` says."""
         self._uses[model] = self._clock()
         if model in self._loaded:
             return
@@ -172,8 +128,8 @@ class RouterTracker:
                     if abandoned():
                         return
             finally:
-                self._room_lock.release()
-                self._making_room.release()
+                self._changing_lock.release()
+                self._changing.release()
         if abandoned():
             return
         self._loaded.add(model)
@@ -196,21 +152,21 @@ class RouterTracker:
                 turn.cancel()
                 await asyncio.wait({turn})
                 if not turn.cancelled() and turn.exception() is None:
-                    self._room_lock.release()
-                    self._making_room.release()
+                    self._changing_lock.release()
+                    self._changing.release()
         return turn.result()
 
     async def _both_locks(self, deadline: float) -> bool:
         try:
-            await asyncio.wait_for(self._making_room.acquire(), max(deadline - self._clock(), 0.001))
+            await asyncio.wait_for(self._changing.acquire(), max(deadline - self._clock(), 0.001))
         except asyncio.TimeoutError:
             raise NoTurnError("another request has room made") from None
         held = False
         try:
-            held = await self._room_lock.acquire(max(deadline - self._clock(), 0.001))
+            held = await self._changing_lock.acquire(max(deadline - self._clock(), 0.001))
         finally:
             if not held:
-                self._making_room.release()
+                self._changing.release()
         if not held:
             raise NoTurnError("another worker makes room")
         return True
@@ -329,20 +285,3 @@ class RouterTracker:
                 return status
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, POLL_MOST_SECONDS)
-
-
-class _Host:
-    """The router, as one of its models' switcher sees it."""
-
-    def __init__(self, tracker: RouterTracker, model: str) -> None:
-        self._tracker = tracker
-        self._model = model
-
-    async def ready(self, deadline: float, abandoned: Callable[[], bool]) -> None:
-        await self._tracker.ready(self._model, deadline, abandoned)
-
-    async def loaded(self) -> bool:
-        return True  # every call carries autoload=false
-
-    def lost(self) -> None:
-        self._tracker.lost(self._model)

@@ -17,6 +17,12 @@ from slot_cache.plan import Found, judge
 from slot_cache.slot_actions import SlotActions
 from slot_cache.state import Mark, Resident, SlotReading
 
+BUSY_PAUSES = (0.01, 0.03, 0.1, 0.3)
+BUSY_SECONDS = 1.3
+"""When a slot is looked at again that a request without our lease keeps busy: a few times soon, for a stream that was
+broken off is noticed at its next token, then seldom. The server notices that a client which awaits a whole answer has
+left only when it has had no other call for a second; looking more often would keep such a request alive."""
+
 
 class SlotBook:
     """Keeps `Slot.resident` and what else is known of each slot at what is true.
@@ -172,7 +178,7 @@ class SlotBook:
         touched = [slot for slot in self._queue.slots.values() if slot.nobodys and (slot.unread or slot.lock.touched())]
         if not (touched or first):
             return
-        rows = {row.slot: row for row in await self._index.call(self._index.index.slots, self._name)}
+        rows = await self.written()
         if first:
             touched += [self._queue.slot(number) for number in rows if number not in self._queue.slots]
         for slot in touched:
@@ -208,7 +214,12 @@ class SlotBook:
             )
         await self._index.call(self._index.index.put_slot, row)
 
+    async def written(self) -> dict[int, SlotRow]:
+        """What processes have written down of the slots, by number."""
+        return {row.slot: row for row in await self._index.call(self._index.index.slots, self._name)}
+
     async def write_down(self, slot: Slot) -> None:
+        """Record what is in a slot, for other processes and for after a restart."""
         row = row_of(self._name, slot)
         if row is None:
             await self._index.call(self._index.index.drop_slot, self._name, slot.number)

@@ -212,8 +212,8 @@ class Worker:
     def _watch_the_plan(self) -> None:
         """See that what is decided is what the plan promises."""
         switcher, world = self.switcher, self.world
-        queue, actions = switcher._queue, switcher.actions
-        granted, save, restore = queue.granted, actions.save, switcher._restore
+        queue, actions, files = switcher._queue, switcher.actions, switcher._files
+        granted, save, restore = queue.granted, actions.save, files.restore
 
         def see_granted(slot: Slot, lease: Lease) -> None:
             if lease.want.knows_itself and slot.resident is not None and not queue.at_home(lease, slot):
@@ -234,7 +234,7 @@ class Worker:
                 world.violated(f"{key} is restored, though it is there")
             return await restore(lease, want, *more, donor=donor)
 
-        queue.granted, actions.save, switcher._restore = see_granted, see_save, see_restore  # type: ignore[method-assign]
+        queue.granted, actions.save, files.restore = see_granted, see_save, see_restore  # type: ignore[method-assign]
 
     def spawn(self, work: Callable[[], Any]) -> asyncio.Task[Any]:
         """A task of this process."""

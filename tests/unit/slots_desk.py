@@ -70,7 +70,7 @@ class Process:
 
     @property
     def gate_is_free(self) -> bool:
-        return not self.switcher._gate.occupied
+        return not self.switcher._clearing.starting
 
     async def quiet(self) -> None:
         """When all that follows the requests so far is done."""

@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +20,14 @@ import slot_cache
 from fake_llama_server import Completion, FakeLlamaServer
 from slot_cache import hook as hook_module
 from slot_cache import index as index_module
-from slot_cache import report
+from slot_cache import last_prompts, lost_leases, prompt_reading, report, servers, turns
 from slot_cache import switcher as switcher_module
 from slot_cache.findings import read_findings
-from slot_cache.hook import MANAGED_CALLS, TOKEN, SlotCacheHook
+from slot_cache.hook import MANAGED_CALLS, SlotCacheHook
 from slot_cache.state import Outcome
 from slot_cache.switcher import SlotSwitcher
+from slot_cache.turns import TOKEN
+from slot_cache.unsteady import Finder
 
 BASE = "http://llama:8080"
 CHAT, TEXT = CallTypes.acompletion, CallTypes.atext_completion
@@ -129,15 +131,15 @@ class Road:
 
     @property
     def switcher(self) -> SlotSwitcher:
-        (switcher,) = self.hook._switchers.values()
+        (switcher,) = self.hook._servers.switchers.values()
         return switcher
 
     @property
     def is_free(self) -> bool:
-        return not any(switcher.leased() for switcher in self.hook._switchers.values())
+        return not any(switcher.leased() for switcher in self.hook._servers.switchers.values())
 
     async def quiet(self) -> None:
-        for switcher in self.hook._switchers.values():
+        for switcher in self.hook._servers.switchers.values():
             while tasks := [task for task in switcher._tasks if "lost" not in str(task.get_coro())]:
                 await asyncio.wait(tasks, timeout=5)
 
@@ -402,8 +404,8 @@ async def test_a_stream_that_fails_frees_the_slot_and_fails(road: Road) -> None:
 async def test_a_stream_that_was_never_begun_is_found_when_somebody_waits(
     road: Road, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(switcher_module, "LOST_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(switcher_module, "LOST_CONFIRM_SECONDS", 0.01)
+    monkeypatch.setattr(lost_leases, "LOST_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(lost_leases, "LOST_CONFIRM_SECONDS", 0.01)
     kwargs = road.kwargs("a", stream=True)
     await road.pre(kwargs)
     await road.served("a")
@@ -753,16 +755,24 @@ def bug(*args: Any, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["read_request", "read_settings", "fingerprint", "tell_difference", "same_server_key", "CacheFolder"],
+    ("module", "name"),
+    [
+        (hook_module, "read_request"),
+        (hook_module, "read_settings"),
+        (prompt_reading, "fingerprint"),
+        (hook_module, "tell_difference"),
+        (servers, "same_server_key"),
+        (servers, "CacheFolder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_bug_before_a_request_lets_it_go_on(
-    road: Road, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]], name: str
+    road: Road, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]], module: ModuleType, name: str
 ) -> None:
     if name == "tell_difference":
         await road.chat()
     with monkeypatch.context() as patch:
-        patch.setattr(hook_module, name, bug)
+        patch.setattr(module, name, bug)
         for _ in range(3):
             kwargs = road.kwargs()
             assert await road.pre(kwargs) is None
@@ -778,7 +788,7 @@ async def test_a_bug_before_a_request_lets_it_go_on(
 async def test_without_an_index_requests_are_managed_all_the_same(
     road: Road, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setattr(hook_module, "open_index", bug)
+    monkeypatch.setattr(servers, "open_index", bug)
     assert [await road.chat("a"), await road.chat("b"), await road.chat("a")] == ["cold", "cold", "restored"]
     bugs = [line for line in said() if "ZeroDivisionError" in line]
     assert len(bugs) == 1
@@ -807,7 +817,7 @@ async def test_a_bug_after_a_request_frees_the_slot_and_raises_nothing(
         road.fails,
         road.failed,
     ]
-    monkeypatch.setattr(hook_module, "_usage", bug)
+    monkeypatch.setattr(hook_module, "usage_of", bug)
     for way in ways:
         kwargs = road.kwargs()
         await road.pre(kwargs)
@@ -1018,12 +1028,12 @@ async def test_what_is_remembered_of_requests_is_forgotten(road: Road, monkeypat
         await road.fails(kwargs)
         await road.failed(kwargs)
     await asyncio.sleep(0.3)
-    assert road.hook._turns == {}
+    assert len(road.hook._turns) == 0
 
 
 async def test_only_so_many_requests_and_prompts_are_remembered(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_module, "TURNS", 20)
-    monkeypatch.setattr(hook_module, "PROMPTS", 5)
+    monkeypatch.setattr(turns, "TURNS", 20)
+    monkeypatch.setattr(last_prompts, "PROMPTS", 5)
     holder = road.kwargs("holder")
     await road.pre(holder)
     for number in range(50):
@@ -1285,12 +1295,15 @@ async def test_what_is_frozen_or_moved_is_kept_nowhere_but_in_memory(
         assert not file.is_file() or secret.encode() not in file.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["steadied", "Finder.see", "Finder.charge"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(prompt_reading, "steadied"), (Finder, "see"), (Finder, "charge")],
+    ids=["steadied", "see", "charge"],
+)
 async def test_a_fault_of_a_rule_or_of_the_finder_fails_no_request(
-    road: Road, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]], name: str
+    road: Road, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]], owner: object, name: str
 ) -> None:
-    owner, _, attribute = name.rpartition(".")
-    monkeypatch.setattr(getattr(hook_module, owner) if owner else hook_module, attribute, bug)
+    monkeypatch.setattr(owner, name, bug)
     for _ in range(3):
         assert await road.chat() in ("cold", "resident")
     assert sum("ZeroDivisionError" in line for line in said()) == 1

@@ -397,20 +397,20 @@ async def test_on_a_server_that_clears_idle_slots_it_goes_through_the_gate(clear
     desk = clearing
     a, _ = await learned(desk)
     entered: list[str] = []
-    enter = desk.switcher._enter
+    enter = desk.switcher._clearing.enter
 
-    async def note(lease: Lease, deadline: float, *, save_first: bool = True) -> None:
-        await enter(lease, deadline, save_first=save_first)
+    async def note(lease: Lease, deadline: float, look: Any = None) -> None:
+        await enter(lease, deadline, look)
         entered.append("inside" if lease.inside else "outside")
 
-    desk.switcher._enter = note  # type: ignore[method-assign]
+    desk.switcher._clearing.enter = note  # type: ignore[method-assign]
     first = len(desk.fake.calls)
     await a.turn()
     await desk.quiet()
     assert "template" in desk.kinds(first)
     if desk.switcher.clears_idle:
         assert entered == ["inside"] * 2
-    assert not desk.switcher._gate.occupied
+    assert not desk.switcher._clearing.starting
     assert await a.turn() in (RESIDENT, RESTORED)
     assert a.reused[-1] > 200
 

@@ -21,7 +21,7 @@ from test_router import real_road
 from slot_cache import endpoints, metrics
 from slot_cache.endpoints import add_to, mount, stream
 from slot_cache.events import MOST_LISTENERS, Event, Events, Listener
-from slot_cache.hook import TOKEN, SlotCacheHook
+from slot_cache.hook import SlotCacheHook
 from slot_cache.prompt import fingerprint
 from slot_cache.shown_text import SHOWN_CHARS, tail, text_of
 from slot_cache.state import SlotReading
@@ -253,8 +253,8 @@ async def test_why_a_conversation_was_computed_again_is_told_and_written_down(ro
     assert SECRET not in told.why
     assert again["metadata"]["slot_cache"]["computed_again"] == "edited"
     await road.quiet()
-    assert road.hook._index is not None
-    (note,) = road.hook._index.index.recomputed()
+    assert road.hook._servers.index is not None
+    (note,) = road.hook._servers.index.index.recomputed()
     assert (note.cause, note.key, note.route, note.owner) == ("edited", told.key, "smol", "")
 
 
@@ -503,7 +503,8 @@ async def test_looking_costs_a_request_little(road: Road, monkeypatch: pytest.Mo
     await road.chat("a")
     kwargs = road.kwargs("a")
     await road.pre(kwargs)
-    turn = road.hook._turns[kwargs["metadata"][TOKEN]]
+    turn = road.hook._turns.find(kwargs)
+    assert turn is not None
     if finding:
         turn.last, turn.same = (
             Said(fingerprint({"messages": [{"role": "user", "content": "x" * 100_000}] * 20}), 500),
@@ -514,15 +515,15 @@ async def test_looking_costs_a_request_little(road: Road, monkeypatch: pytest.Mo
     hook, switcher = road.hook, road.switcher
     listener = hook.tally.events.listen()
     assert listener is not None
-    monkeypatch.setattr(hook, "_start", lambda work: work.close())  # it is written down in another thread
-    hook._stored_at = float("inf")
+    monkeypatch.setattr(hook._ended, "_start", lambda work: work.close())  # it is written down in another thread
+    hook._ended._stored_at = float("inf")
 
     def once() -> None:
         hook._log_with(kwargs["metadata"], turn)
         for kind in ("ask", "save", "restore", "switch"):
             hook.tally.note(Event(kind, server="s", slot=0, key=turn.request.key, tokens=3, bytes=5, seconds=0.1))  # type: ignore[arg-type]  # one of its kinds
         hook._note_now(switcher)
-        hook._count(turn)
+        hook._ended.count(turn)
         hook._note_now(switcher)
 
     best = float("inf")

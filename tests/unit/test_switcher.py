@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 import respx
 
 from fake_llama_server import Answer, Completion, FakeLlamaServer
+from slot_cache import idle_slots, lost_leases, report, slot_actions
 from slot_cache import llama_server as llama_server_module
-from slot_cache import report, slot_actions
 from slot_cache import switcher as switcher_module
 from slot_cache.folder import CacheFolder
 from slot_cache.index import IndexThread, MemoryIndex
@@ -42,9 +43,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.runs = False
+        """they pass by themselves"""
 
     def __call__(self) -> float:
-        return self.now
+        return time.monotonic() if self.runs else self.now
 
 
 class Desk:
@@ -1232,13 +1235,13 @@ async def test_an_idle_save_that_failed_is_tried_again_but_not_for_ever(desk: De
     a = Talk(desk, "a", idle_seconds=0.02)
     await a.turn()
     desk.fake.fail("save", "500", times=None)
-    await idle_save(desk, switcher_module.IDLE_TRIES)
+    await idle_save(desk, idle_slots.IDLE_TRIES)
     await asyncio.sleep(0.2)
     await desk.quiet()
-    assert desk.fake.count("save") == switcher_module.IDLE_TRIES
+    assert desk.fake.count("save") == idle_slots.IDLE_TRIES
     desk.fake.clear()
     assert await a.turn() is RESIDENT
-    await idle_save(desk, switcher_module.IDLE_TRIES + 1)
+    await idle_save(desk, idle_slots.IDLE_TRIES + 1)
     assert desk.saved_text("a") == a.prompt[:-1]
 
 
@@ -1260,8 +1263,8 @@ async def test_an_idle_save_at_a_server_that_is_gone_is_no_harm(desk: Desk) -> N
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switcher_module, "LOST_AFTER_SECONDS", 0.03)
-    monkeypatch.setattr(switcher_module, "LOST_CONFIRM_SECONDS", 0.01)
+    monkeypatch.setattr(lost_leases, "LOST_AFTER_SECONDS", 0.03)
+    monkeypatch.setattr(lost_leases, "LOST_CONFIRM_SECONDS", 0.01)
 
 
 async def passes(desk: Desk, until: Callable[[], bool], step: float = 0.1) -> None:
@@ -1291,7 +1294,7 @@ async def test_a_lease_that_was_never_used_leaves_what_was_there_before(desk: De
     a = Talk(desk, "a")
     await a.turn()
     lost = await got(desk.acquire("a"))
-    desk.clock.now += switcher_module.UNSEEN_AFTER_SECONDS
+    desk.clock.now += lost_leases.UNSEEN_AFTER_SECONDS
     (waiter,) = await desk.waiters("b")
     await passes(desk, waiter.done)
     assert not lost.active
@@ -1333,13 +1336,13 @@ async def test_a_lease_whose_request_is_still_on_its_way_is_not_lost_soon(desk: 
     before = desk.fake.count("slots")
     await passes(desk, lambda: desk.fake.count("slots") >= before + 5, step=0.03)
     assert holder.active
-    desk.clock.now += switcher_module.UNSEEN_AFTER_SECONDS
+    desk.clock.now += lost_leases.UNSEEN_AFTER_SECONDS
     await passes(desk, waiter.done)
     assert not holder.active
 
 
 async def test_a_slot_seen_idle_once_is_not_enough(desk: Desk, soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switcher_module, "LOST_CONFIRM_SECONDS", 0.3)
+    monkeypatch.setattr(lost_leases, "LOST_CONFIRM_SECONDS", 0.3)
     a = Talk(desk, "a")
     holder = await got(desk.acquire("a"))
     await a.ask(holder)
@@ -1444,7 +1447,7 @@ async def test_two_hundred_requests_and_clients_that_leave(desk: Desk, seed: int
 @pytest.mark.parametrize("seed", range(3))
 async def test_two_hundred_requests_at_a_server_that_fails_now_and_then(desk: Desk, seed: int, quick: None) -> None:
     chance = random.Random(seed)
-    desk.switcher._clock = desk.switcher.actions._clock = asyncio.get_running_loop().time
+    desk.clock.runs = True
     talks = [Talk(desk, name) for name in [*"abcdef", None]]
     answers = 0
 
