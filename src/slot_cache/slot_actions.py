@@ -368,14 +368,17 @@ class SlotActions:
         """Whether `recall_kind` was called for the model."""
         return identity.kind_key in self._recalled
 
-    def recall_kind(self, identity: Identity, kind: str) -> None:
-        """What was learned of a model before this process."""
+    def recall_kind(self, identity: Identity, kind: str, given_up: str = "") -> None:
+        """What was learned of a model before this process, and the boot of the server in which its restores did not help."""
         self._recalled[identity.kind_key] = None
         while len(self._recalled) > REMEMBERED:
             self._recalled.popitem(last=False)
         if kind in (PLAIN, REWIND) and not self._kinds.get(identity.kind_key):
             self._kinds[identity.kind_key] = kind
             self._forget_kinds()
+        if given_up and given_up == identity.boot:
+            self._stopped[identity.model] = identity.boot
+            report.info("%s: %s is left alone, as before", self.server.shown, report.shown(identity.name))
 
     def needs_rewind(self, identity: Identity | None) -> bool:
         """Whether slots are rewound before they are saved."""

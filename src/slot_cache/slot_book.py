@@ -153,7 +153,8 @@ class SlotBook:
         self.identity = identity
         if not self._actions.knows_kind(identity):
             kind = await self._index.call(self._index.index.kind, identity.kind_key)
-            self._actions.recall_kind(identity, kind)
+            given_up = await self._index.call(self._index.index.kind, identity.useless_key(self._name))
+            self._actions.recall_kind(identity, kind, given_up)
         resident = slot.resident
         if (
             resident is not None

@@ -40,21 +40,28 @@ LEARNING = 2
 
 NEVER_REWINDS = """
 from slot_cache.hook import SlotCacheHook
+from slot_cache.servers import Servers
+
+
+class ServersThatAreNotRewound(Servers):
+    async def switcher(self, request, settings, index):
+        switcher = await super().switcher(request, settings, index)
+        switcher.actions.needs_rewind = lambda identity: False
+        switcher.actions._stop = lambda identity, why: None
+        return switcher
 
 
 class NeverRewinds(SlotCacheHook):
+    def __init__(self):
+        super().__init__()
+        self._servers.__class__ = ServersThatAreNotRewound
+
     async def async_pre_call_deployment_hook(self, kwargs, call_type):
         info = kwargs.get("model_info") or {}
         if "slot_cache_never_rewinds" not in info:
             return None
         kwargs = {**kwargs, "model_info": {**info, "slot_cache": info["slot_cache_never_rewinds"]}}
         return await super().async_pre_call_deployment_hook(kwargs, call_type)
-
-    async def _switcher_of(self, request, settings, index):
-        switcher = await super()._switcher_of(request, settings, index)
-        switcher.actions.needs_rewind = lambda identity: False
-        switcher.actions._stop = lambda identity, why: None
-        return switcher
 
     # LiteLLM looks for these in the class itself
     async_post_call_streaming_iterator_hook = SlotCacheHook.async_post_call_streaming_iterator_hook

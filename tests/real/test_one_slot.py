@@ -38,7 +38,7 @@ class TooEarly(SlotCacheHook):
             return None
         kwargs = {**kwargs, "model_info": {**info, "slot_cache": info["slot_cache_too_early"]}}
         pinned = await super().async_pre_call_deployment_hook(kwargs, call_type)
-        turn = self._turn_of(kwargs)
+        turn = self._turns.find(kwargs)
         if turn is not None:
             self._end(turn, Ending.ANSWERED)
         return pinned

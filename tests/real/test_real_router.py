@@ -40,6 +40,7 @@ CASES += [("fewer", 4, 2, 2)]
 NAIVE = '''
 from slot_cache.hook import SlotCacheHook
 from slot_cache.router import RouterTracker, next_to_go
+from slot_cache.servers import Servers
 
 
 class LetsTheRouterChoose(RouterTracker):
@@ -54,19 +55,25 @@ class LetsTheRouterChoose(RouterTracker):
         return []
 
 
+class ServersOfNaiveRouters(Servers):
+    async def switcher(self, request, settings, index):
+        found = await super().switcher(request, settings, index)
+        for router in self.routers.values():
+            router.__class__ = LetsTheRouterChoose
+        return found
+
+
 class Naive(SlotCacheHook):
+    def __init__(self):
+        super().__init__()
+        self._servers.__class__ = ServersOfNaiveRouters
+
     async def async_pre_call_deployment_hook(self, kwargs, call_type):
         info = kwargs.get("model_info") or {}
         if "slot_cache_naive" not in info:
             return None
         kwargs = {**kwargs, "model_info": {**info, "slot_cache": info["slot_cache_naive"]}}
         return await super().async_pre_call_deployment_hook(kwargs, call_type)
-
-    async def _switcher_of(self, request, settings, index):
-        found = await super()._switcher_of(request, settings, index)
-        for router in self._routers.values():
-            router.__class__ = LetsTheRouterChoose
-        return found
 
     # LiteLLM looks for these in the class itself
     async_post_call_streaming_iterator_hook = SlotCacheHook.async_post_call_streaming_iterator_hook

@@ -85,6 +85,21 @@ def test_one_that_does_not_help_even_so_is_given_up_at_once(actions: SlotActions
     assert actions.works_for(replace(MODEL, boot="boot 2"))
 
 
+@pytest.mark.parametrize(("boot", "works"), [("boot 1", False), ("boot 0", True), ("", True)])
+def test_one_that_was_given_up_before_this_process_is_left_alone_until_the_server_starts_again(
+    actions: SlotActions, warned: list[str], boot: str, works: bool
+) -> None:
+    actions.recall_kind(MODEL, "", boot)
+    assert actions.works_for(MODEL) is works
+    assert actions.works_for(replace(MODEL, boot="boot 2"))
+    assert warned == []
+
+
+def test_a_server_that_does_not_tell_its_boot_is_tried_again(actions: SlotActions) -> None:
+    actions.recall_kind(replace(MODEL, boot=""), "", "")
+    assert actions.works_for(replace(MODEL, boot=""))
+
+
 @pytest.mark.parametrize("kind", [PLAIN, REWIND])
 def test_a_model_once_learned_is_not_taught_again(actions: SlotActions, warned: list[str], kind: str) -> None:
     actions.recall_kind(MODEL, kind)

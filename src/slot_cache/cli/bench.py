@@ -407,7 +407,7 @@ def _start_proxy(
     output: Output, stack: ExitStack, url: str, api_key: str | None, slot_cache: Mapping[str, object], slots: int
 ) -> LiteLLMProxy:
     # LiteLLM may keep a connection to a server that was stopped since: such a request is sent again.
-    route = partial(configs.route, base_url=url, api_key=api_key, max_retries=3)
+    route = partial(configs.route, base_url=url, api_key=api_key, retries=3)
     config = configs.config(
         route(MANAGED, slot_cache=slot_cache),
         route(ALONE, slot_cache={**slot_cache, "slot": 0}),

@@ -15,21 +15,23 @@ def route(
     api_key: str | None = None,
     slot_cache: Mapping[str, Any] | bool | None = None,
     id_slot: int | None = None,
-    max_retries: int = 0,
+    retries: int = 0,
 ) -> dict[str, Any]:
     """An entry of model_list: the route `name` to the llama-server at `base_url` (without /v1).
 
     slot_cache   options of the plugin; None: the route is not the plugin's
     id_slot      pin every request of the route to a slot, for a route without the plugin
-    max_retries  how often a request is sent again, over a connection that turned out to be broken
+    retries      how often a failed request is sent again: the connection may have turned out to be broken
     """
     params: dict[str, Any] = {
         "model": f"openai/{name}",
         "api_base": f"{base_url}/v1",
         "api_key": api_key or "none",
         "timeout": 600,
-        "max_retries": max_retries,
+        "max_retries": 0,
     }
+    if retries:
+        params["num_retries"] = retries  # LiteLLM's router sets max_retries, those of the connection, to 0
     if id_slot is not None:
         params["extra_body"] = {"id_slot": id_slot}
     entry: dict[str, Any] = {"model_name": name, "litellm_params": params}
