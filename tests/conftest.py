@@ -7,38 +7,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import hypothesis
 import pytest
-import respx.mocks
 from xdist.scheduler import LoadScopeScheduling
 
 from slot_cache.lab.models import smollm2 as smollm2_path
 from slot_cache.lab.proxy import LiteLLMProxy
 from slot_cache.lab.server import EmbeddedServer, ServerOptions
-from slot_cache.transport import SocketTransport
 from tiny_models import build_all
 from warm import kitchen
-
-
-class SocketMocker(respx.mocks.HTTPXMocker):
-    """respx answers whatever would go out over a socket, over ours too; not what a test answers itself."""
-
-    name = "sockets"
-
-    @classmethod
-    def mock(cls, spec: Callable[..., Any]) -> Callable[..., Any]:
-        answered: Callable[..., Any] = super().mock(spec)
-
-        def transport_for_url(self: Any, url: httpx.URL) -> Any:
-            own = spec(self, url)
-            sockets = (SocketTransport, httpx.AsyncHTTPTransport, httpx.HTTPTransport)
-            return answered(self, url) if isinstance(own, sockets) else own
-
-        return transport_for_url
-
-
-respx.mocks.DEFAULT_MOCKER = SocketMocker.name
 
 hypothesis.settings.register_profile("same each time", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("same each time")

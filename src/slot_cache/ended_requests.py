@@ -28,6 +28,10 @@ from slot_cache.why import Recomputed, explain
 STORED_SECONDS = 10.0
 """How often it is counted what is saved, at most."""
 
+LOG_SECONDS = 0.01
+"""The answer is on its way first; LiteLLM looks through each line of its log for secrets, which takes longer than all else
+here."""
+
 
 class EndedRequests:
     """Tells of them. Nothing here raises.
@@ -73,7 +77,8 @@ class EndedRequests:
         """
         reused, computed = turn.usage if turn.usage is not None else ("-", "-")
         finding = self.count(turn)
-        report.info(
+        self._log(
+            loop,
             "request %s: %s%s, reused %s, computed %s, waited %.3f s%s%s",
             turn.key or f"{turn.request.tag} (no session)",
             turn.outcome.value,
@@ -88,6 +93,12 @@ class EndedRequests:
             self._tell_unsteady(turn, loop)
         except Exception as error:
             self._once.bug("what a prompt begins with", error)
+
+    def _log(self, loop: asyncio.AbstractEventLoop | None, *line: Any) -> None:
+        if loop is not None and not loop.is_closed():
+            loop.call_later(LOG_SECONDS, report.info, *line)
+        else:
+            report.info(*line)
 
     def count(self, turn: Turn) -> Reason | None:
         """Count a request that has ended. Returns why it reused less than it could, if it did."""

@@ -14,7 +14,7 @@ import httpx
 
 from slot_cache.model import Identity, boot_of, identity_of
 from slot_cache.state import SlotReading
-from slot_cache.transport import SocketTransport
+from slot_cache.transport import new_transport
 
 LOOK_SECONDS = 2.0
 """How long `GET /slots`, /props and /health may take. A healthy server answers in milliseconds, or, between two batches
@@ -31,9 +31,13 @@ there is such a reason for it not to answer in time, it is waited for so long at
 UNKNOWN_BYTES_PER_TOKEN = 128 * 1024
 """A token's size in a file before one has been seen: that of an 8B model with f16 K/V and grouped-query attention."""
 
-_OF_THE_ROUTER = frozenset({"/health", "/models", "/v1/models", "/models/load", "/models/unload"})
+MOST_BYTES = 16 * 2**20
+"""No answer of a llama-server that is asked here is as long."""
 
-_Send = Callable[[httpx.AsyncClient], Awaitable[tuple[int, bytes]]]
+LOOKS = 20
+"""So many of the requests that only look are kept to be sent again."""
+
+_OF_THE_ROUTER = frozenset({"/health", "/models", "/v1/models", "/models/load", "/models/unload"})
 
 Fault = Literal["unreachable", "timeout", "refused", "nonsense"]
 
@@ -139,6 +143,7 @@ class LlamaServer:
         self.has_a_reason: Callable[[], Awaitable[bool]] | None = None
         self._transport = transport
         self._client = self._new_client()
+        self._looks: dict[tuple[str, tuple[float, float], str | None], httpx.Request] = {}
 
     def for_model(self, model: str) -> LlamaServer:
         """The same server, for one model of it if it is a router."""
@@ -150,9 +155,7 @@ class LlamaServer:
         return LlamaServer(base_url, self.api_key, transport=self._transport)
 
     def _new_client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            headers={"Accept-Encoding": "identity"}, transport=self._transport or SocketTransport(), trust_env=False
-        )
+        return httpx.AsyncClient(transport=self._transport or new_transport(self.base_url), trust_env=False)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -317,9 +320,7 @@ class LlamaServer:
         self, method: str, path: str, seconds: float, *, params: dict[str, str] | None = None, json: Any = None
     ) -> Any:
         what = f"{method} {path}" + (f"?action={params['action']}" if params and "action" in params else "")
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         patient = path.startswith(("/slots", "/completion")) and self.has_a_reason is not None
-        timeout = httpx.Timeout(PATIENCE_SECONDS if patient else seconds, connect=min(seconds, LOOK_SECONDS))
         if self.model is not None and path not in _OF_THE_ROUTER:
             params = {**(params or {}), "autoload": "false"}
             if method == "GET":
@@ -327,22 +328,17 @@ class LlamaServer:
             else:
                 json = {**(json or {}), "model": self.model}
 
-        async def send(client: httpx.AsyncClient) -> tuple[int, bytes]:
-            request = client.build_request(
-                method, self.base_url + path, params=params, json=json, headers=headers, timeout=timeout
-            )
-            response = await client.send(request)
-            return response.status_code, response.content
-
         try:
+            timeout = (PATIENCE_SECONDS if patient else seconds, min(seconds, LOOK_SECONDS))
+            request = self._request(method, path, timeout, params, json)
             if patient and self.has_a_reason is not None:
-                status, body = await self._patiently(send, seconds, self.has_a_reason)
+                status, body = await self._patiently(request, seconds, self.has_a_reason)
             else:
-                status, body = await asyncio.wait_for(self._twice(send), seconds)
+                status, body = await asyncio.wait_for(self._twice(request), seconds)
+        except _TooLongError:
+            raise LlamaServerError("nonsense", f"{what}: the answer is longer than {MOST_BYTES} bytes") from None
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise LlamaServerError("timeout", f"{what}: no answer within {seconds:.1f} s") from None
-        except httpx.DecodingError as error:
-            raise LlamaServerError("nonsense", f"{what}: {error}") from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
             raise LlamaServerError("unreachable", f"{what}: {type(error).__name__}") from None
         if status != 200:
@@ -352,11 +348,32 @@ class LlamaServer:
         except (ValueError, RecursionError):
             raise LlamaServerError("nonsense", f"{what}: the answer is no JSON") from None
 
+    def _request(
+        self, method: str, path: str, timeout: tuple[float, float], params: dict[str, str] | None, json: Any
+    ) -> httpx.Request:
+        """A request; a GET is the same each time, and made once."""
+        look = (path, timeout, self.api_key)
+        if method == "GET" and look in self._looks:
+            return self._looks[look]
+        request = self._client.build_request(
+            method,
+            self.base_url + path,
+            params=params,
+            json=json,
+            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            timeout=httpx.Timeout(timeout[0], connect=timeout[1]),
+        )
+        if method == "GET":
+            if len(self._looks) > LOOKS:
+                self._looks.clear()
+            self._looks[look] = request
+        return request
+
     async def _patiently(
-        self, send: _Send, seconds: float, has_a_reason: Callable[[], Awaitable[bool]]
+        self, request: httpx.Request, seconds: float, has_a_reason: Callable[[], Awaitable[bool]]
     ) -> tuple[int, bytes]:
         """Send; go on waiting for the answer while there is a reason to."""
-        call = asyncio.ensure_future(self._twice(send))
+        call = asyncio.ensure_future(self._twice(request))
         call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
         waited = 0.0
         try:
@@ -370,13 +387,30 @@ class LlamaServer:
                 call.cancel()
                 await asyncio.wait({call})
 
-    async def _twice(self, send: _Send) -> tuple[int, bytes]:
+    async def _twice(self, request: httpx.Request) -> tuple[int, bytes]:
         """Send; once more on a new connection if the one there was broke."""
         try:
-            return await send(self._client)
+            return await _sent(self._client, request)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             async with self._new_client() as fresh:
-                return await send(fresh)
+                return await _sent(fresh, request)
+
+
+class _TooLongError(Exception):
+    """An answer of more than MOST_BYTES."""
+
+
+async def _sent(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
+    response = await client.send(request, stream=True)
+    try:
+        body = bytearray()
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise _TooLongError
+        return response.status_code, bytes(body)
+    finally:
+        await response.aclose()
 
 
 def shown_model(model: str) -> str:

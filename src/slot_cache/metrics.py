@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slot_cache.events import Event
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Metric
+    from prometheus_client import CollectorRegistry, Gauge, Metric
 
 MOST_VALUES = 100
 """So many routes, and so many servers, have series of their own."""
@@ -54,6 +54,7 @@ class Metrics:
 
         self._route = _Values()
         self._server = _Values()
+        self._now: dict[str, tuple[Gauge, Gauge]] = {}
         self.requests = Counter(
             "slot_cache_requests_total", "Requests that have ended, by outcome", ["route", "outcome"]
         )
@@ -125,8 +126,11 @@ class Metrics:
     def now(self, server: str, busy: int, waiting: int, prefill: float) -> None:
         """How things are at a server."""
         label = self._server(server)
-        self.busy.labels(label).set(busy)
-        self.waiting.labels(label).set(waiting)
+        gauges = self._now.get(label)
+        if gauges is None:
+            gauges = self._now[label] = (self.busy.labels(label), self.waiting.labels(label))
+        gauges[0].set(busy)
+        gauges[1].set(waiting)
         if prefill:
             self.prefill.labels(label).set(prefill)
 

@@ -22,6 +22,7 @@ from slot_cache import hook as hook_module
 from slot_cache import index as index_module
 from slot_cache import last_prompts, lost_leases, prompt_reading, report, servers, turns
 from slot_cache import switcher as switcher_module
+from slot_cache.ended_requests import EndedRequests
 from slot_cache.findings import read_findings
 from slot_cache.hook import MANAGED_CALLS, SlotCacheHook
 from slot_cache.state import Outcome
@@ -174,7 +175,9 @@ async def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What was logged; of requests at once."""
+    monkeypatch.setattr(EndedRequests, "_log", lambda self, loop, *line: report.info(*line))
     caplog.set_level("INFO", report.logger.name)
     return lambda: [
         record.getMessage().removeprefix("slot-cache: ")
@@ -966,6 +969,15 @@ async def test_the_client_is_told_the_outcome(road: Road, outcome: str) -> None:
     await road.pre(kwargs)
     assert await road.headers(kwargs) == {"x-slot-cache": outcome}
     assert outcome in {one.value for one in Outcome}
+
+
+async def test_a_line_is_written_when_the_answer_is_on_its_way(road: Road, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", report.logger.name)
+    written = asyncio.Event()
+    caplog.handler.addFilter(lambda record: "request " not in record.getMessage() or written.set() or True)
+    await road.chat("a")
+    assert not written.is_set()
+    await asyncio.wait_for(written.wait(), 5)
 
 
 async def test_each_request_has_one_line(road: Road, said: Callable[[], list[str]]) -> None:

@@ -448,7 +448,7 @@ async def test_any_other_status_than_200_is_refused(
         (httpx.ConnectError("no"), "unreachable"),
         (httpx.UnsupportedProtocol("no"), "unreachable"),
         (httpx.LocalProtocolError("no"), "unreachable"),
-        (httpx.DecodingError("no"), "nonsense"),
+        (httpx.DecodingError("no"), "unreachable"),
         (httpx.InvalidURL("no"), "unreachable"),
         (OSError("no"), "unreachable"),
     ],
