@@ -42,6 +42,7 @@ class Call:
         at: when its head had been read (time.monotonic).
         data: its body.
         status: the HTTP status, once its answer has begun.
+        answered: the whole answer was passed on.
     """
 
     kind: Kind
@@ -50,6 +51,7 @@ class Call:
     at: float
     data: bytes = b""
     status: int | None = None
+    answered: bool = False
 
     @property
     def body(self) -> Any:
@@ -259,6 +261,8 @@ class Relay:
                 end = (end + data)[-7:]
             if pace:
                 await asyncio.sleep(len(data) / pace)
+        call.answered = True
+        self._changed()
         return True
 
     def _changed(self) -> None:

@@ -7,6 +7,7 @@ process that has become that proxy. When there is nothing more to read it ends, 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -52,6 +53,7 @@ def become(order: dict[str, Any]) -> None:
         null = os.open(os.devnull, os.O_RDONLY)
         for here, there in ((null, 0), (log, 1), (log, 2)):
             os.dup2(here, there)
+        faulthandler.enable()  # stderr is the log now
         os.environ.clear()
         os.environ.update(order["environment"])
         sys.argv = ["litellm", *order["arguments"]]

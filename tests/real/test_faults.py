@@ -207,7 +207,7 @@ async def test_api_key_that_is_refused(places: House, client: httpx.AsyncClient)
         session, other = (Session(f"{number} with the right key", "right-key") for number in range(2))
         assert (await session.ask(client, "1 " * 200)).outcome == "cold"
         assert (await session.ask(client, "Again.")).outcome == "resident"
-        await relay.until(lambda: relay.calls[-1].kind == "slots" and relay.calls[-1].status)  # it was looked at
+        await relay.until(lambda: relay.calls[-1].kind == "slots" and relay.calls[-1].answered)  # it was looked at
         assert await outcome_or_status(client, "key") == 401
         assert (await other.ask(client, "2 " * 200)).outcome == "cold"
         assert (await session.ask(client, "Again.")).outcome == "restored"  # a wrong key made nobody lose anything

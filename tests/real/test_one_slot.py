@@ -243,7 +243,7 @@ async def test_resident_session_costs_one_look(one_slot: House, client: httpx.As
     for turn in range(4):
         first = len(relay.calls)
         reply = await session.ask(client, text_of(f"R{turn}"), stream=turn % 2 == 0)
-        settled = lambda: relay.kinds(first)[-2:] == ["request", "slots"] and relay.calls[-1].status  # noqa: B023, E731
+        settled = lambda: relay.kinds(first)[-2:] == ["request", "slots"] and relay.calls[-1].answered  # noqa: B023, E731
         await relay.until(settled)  # the look after a request belongs to the time after it
         if turn:
             assert reply.outcome == "resident"

@@ -41,6 +41,7 @@ def child_environment(extra: Mapping[str, str], *, drop: tuple[str, ...] = ()) -
     source = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [env.get("PYTHONPATH")])])
     env["PYTHONUNBUFFERED"] = "1"
+    env["PYTHONFAULTHANDLER"] = "1"  # a crash is told in the log
     for name in ("NO_PROXY", "no_proxy"):
         env[name] = ",".join(["127.0.0.1,localhost", *filter(None, [env.get(name)])])
     return {**env, **extra}
