@@ -18,7 +18,6 @@ from aiohappyeyeballs import start_connection
 KEPT_SECONDS = 4.0
 """llama-server closes a connection that was not used for 5 s."""
 
-
 HAPPY_EYEBALLS_SECONDS = 0.25
 """When the next address of a name is tried beside one that does not answer (RFC 8305)."""
 
