@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -36,7 +35,7 @@ from slot_cache.llama_server import (
     same_server_key,
     slot_readings,
 )
-from slot_cache.locks import SlotLock
+from slot_cache.locks import SlotLock, digest_of
 from slot_cache.model import Identity, identity_of
 from slot_cache.request import upstream_model
 from slot_cache.state import SlotReading
@@ -344,7 +343,7 @@ class _Trial:
     def __init__(self, server: LlamaServer, name: str, locks: Path | None, folders: Sequence[Path]) -> None:
         self._server = server
         self._folders = folders
-        self._digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+        self._digest = digest_of(name)
         self._locks = locks
 
     async def run(self, count: int) -> Trial:

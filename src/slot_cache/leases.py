@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from slot_cache.folder import CacheFolder
-from slot_cache.locks import SlotLock
+from slot_cache.locks import SlotLock, digest_of
 from slot_cache.model import Identity
 from slot_cache.plan import WaiterView, choose_waiter
 from slot_cache.rewind import Conversation
@@ -237,7 +236,7 @@ class LeaseQueue:
     @property
     def digest(self) -> str:
         """The server's name as part of a file's name."""
-        return hashlib.sha256(self.name.encode()).hexdigest()[:16]
+        return digest_of(self.name)
 
     def slot(self, number: int) -> Slot:
         """The slot of this number."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import threading
 from pathlib import Path
@@ -17,6 +18,11 @@ from pathlib import Path
 import portalocker
 
 _MARK_BYTES = 16
+
+
+def digest_of(name: str) -> str:
+    """A server's name as part of a lock's: the same in every process, and for those who only look."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 class SlotLock:

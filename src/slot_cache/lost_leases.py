@@ -28,7 +28,6 @@ class LostLeases:
         book: looks at the slots.
         shown: the server, for the log.
         start: starts a task that is ended with the owner.
-        clock: seconds.
     """
 
     def __init__(
@@ -38,13 +37,11 @@ class LostLeases:
         *,
         shown: str,
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        clock: Callable[[], float],
     ) -> None:
         self._queue = queue
         self._book = book
         self._shown = shown
         self._start = start
-        self._clock = clock
 
     def watch(self, slot: Slot) -> None:
         """Have an eye on a slot for as long as somebody has it."""
@@ -61,7 +58,7 @@ class LostLeases:
                 watched, idle_since = lease, None
                 await asyncio.sleep(LOST_AFTER_SECONDS)
                 continue
-            held = self._clock() - lease.sent_at
+            held = self._queue.clock() - lease.sent_at
             if held < LOST_AFTER_SECONDS or not (self._queue.waiting(slot) or slot.lock.contended()):
                 await asyncio.sleep(LOST_AFTER_SECONDS)
                 continue
@@ -78,7 +75,7 @@ class LostLeases:
                 idle_since = None
                 await asyncio.sleep(LOST_AFTER_SECONDS)
             elif idle_since is None:
-                idle_since = self._clock()
+                idle_since = self._queue.clock()
                 await asyncio.sleep(LOST_CONFIRM_SECONDS)
             else:
                 report.info("%s slot %d: its request ended without a word, the slot is free", self._shown, slot.number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import ClassVar
 from slot_cache.events import Event
 from slot_cache.index import IndexThread
 from slot_cache.llama_server import LlamaServer
-from slot_cache.locks import SlotLock
+from slot_cache.locks import SlotLock, digest_of
 from slot_cache.switcher import SlotSwitcher
 
 
@@ -51,8 +50,7 @@ class ModelTracker(ABC):
         self._switchers: dict[str, SlotSwitcher] = {}
         self._changing = asyncio.Lock()
         """held by who changes which models are loaded, here and, with the other one, in all processes"""
-        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-        self._changing_lock = SlotLock(lock_folder, f"{digest}-{self.lock_name}")
+        self._changing_lock = SlotLock(lock_folder, f"{digest_of(name)}-{self.lock_name}")
 
     @property
     def switchers(self) -> dict[str, SlotSwitcher]:

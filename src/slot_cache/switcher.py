@@ -126,7 +126,7 @@ class SlotSwitcher:
         self._idle = IdleSlots(
             server, self._queue, self._book, self._clearing, host=host, put_away=self._put_away, start=self._task
         )
-        self._lost = LostLeases(self._queue, self._book, shown=server.shown, start=self._task, clock=clock)
+        self._lost = LostLeases(self._queue, self._book, shown=server.shown, start=self._task)
         self._rewinder = Rewinder(server, self.actions, self._book)
         self._vacating = Vacating(
             server,
