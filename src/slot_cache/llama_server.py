@@ -14,7 +14,7 @@ import httpx
 
 from slot_cache.model import Identity, boot_of, identity_of
 from slot_cache.state import SlotReading
-from slot_cache.transport import new_transport
+from slot_cache.transport import MOST_BYTES, TooLongError, new_sender
 
 LOOK_SECONDS = 2.0
 """How long `GET /slots`, /props and /health may take. A healthy server answers in milliseconds, or, between two batches
@@ -30,9 +30,6 @@ there is such a reason for it not to answer in time, it is waited for so long at
 
 UNKNOWN_BYTES_PER_TOKEN = 128 * 1024
 """A token's size in a file before one has been seen: that of an 8B model with f16 K/V and grouped-query attention."""
-
-MOST_BYTES = 16 * 2**20
-"""No answer of a llama-server that is asked here is as long."""
 
 LOOKS = 20
 """So many of the requests that only look are kept to be sent again."""
@@ -142,7 +139,7 @@ class LlamaServer:
         self.model = model
         self.has_a_reason: Callable[[], Awaitable[bool]] | None = None
         self._transport = transport
-        self._client = self._new_client()
+        self._sender = new_sender(base_url, transport)
         self._looks: dict[tuple[str, tuple[float, float], str | None], httpx.Request] = {}
 
     def for_model(self, model: str) -> LlamaServer:
@@ -154,12 +151,9 @@ class LlamaServer:
         base_url = f"{self.base_url}/upstream/{quote(model, safe='')}"
         return LlamaServer(base_url, self.api_key, transport=self._transport)
 
-    def _new_client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=self._transport or new_transport(self.base_url), trust_env=False)
-
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._sender.aclose()
 
     async def slots(self) -> list[SlotReading]:
         """Every slot. This wakes a server that sleeps; ask `props` first where nobody waits."""
@@ -335,7 +329,7 @@ class LlamaServer:
                 status, body = await self._patiently(request, seconds, self.has_a_reason)
             else:
                 status, body = await asyncio.wait_for(self._twice(request), seconds)
-        except _TooLongError:
+        except TooLongError:
             raise LlamaServerError("nonsense", f"{what}: the answer is longer than {MOST_BYTES} bytes") from None
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise LlamaServerError("timeout", f"{what}: no answer within {seconds:.1f} s") from None
@@ -355,14 +349,19 @@ class LlamaServer:
         look = (path, timeout, self.api_key)
         if method == "GET" and look in self._looks:
             return self._looks[look]
-        request = self._client.build_request(
+        headers = {"Accept-Encoding": "identity", "User-Agent": "litellm-slot-cache"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        request = httpx.Request(
             method,
             self.base_url + path,
             params=params,
             json=json,
-            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
-            timeout=httpx.Timeout(timeout[0], connect=timeout[1]),
+            headers=headers,
+            extensions={"timeout": httpx.Timeout(timeout[0], connect=timeout[1]).as_dict()},
         )
+        if request.url.userinfo:  # as httpx's client has it
+            request = next(httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request))
         if method == "GET":
             if len(self._looks) > LOOKS:
                 self._looks.clear()
@@ -390,27 +389,9 @@ class LlamaServer:
     async def _twice(self, request: httpx.Request) -> tuple[int, bytes]:
         """Send; once more on a new connection if the one there was broke."""
         try:
-            return await _sent(self._client, request)
+            return await self._sender.send(request)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            async with self._new_client() as fresh:
-                return await _sent(fresh, request)
-
-
-class _TooLongError(Exception):
-    """An answer of more than MOST_BYTES."""
-
-
-async def _sent(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
-    response = await client.send(request, stream=True)
-    try:
-        body = bytearray()
-        async for chunk in response.aiter_bytes():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                raise _TooLongError
-        return response.status_code, bytes(body)
-    finally:
-        await response.aclose()
+            return await self._sender.send(request, fresh=True)
 
 
 def shown_model(model: str) -> str:

@@ -1,98 +1,271 @@
-"""httpx's own transport, over asyncio's own sockets.
+"""How calls get to a server: one HTTP/1.1 request, one whole answer, on a connection that is kept.
 
-A look at the slots stands before every request, and a third of its cost was anyio, which httpcore uses by default and which
-asks at each step whether it was cancelled. `slot-cache bench` and tests/real/test_one_slot.py measure what is left.
+A look at the slots stands before every request. Half of what it cost were the layers of a general HTTP client, so that calls
+without TLS use h11, which httpx is built upon, on asyncio's own sockets; those with TLS are left to httpx. What is sent is
+httpx's `Request`, and what goes wrong are httpx's errors. `slot-cache bench` and tests/real/test_one_slot.py measure it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable
-from typing import Any
+from typing import Protocol, cast
 
-import httpcore
+import h11
 import httpx
 from aiohappyeyeballs import start_connection
 
 KEPT_SECONDS = 4.0
 """llama-server closes a connection that was not used for 5 s."""
 
+MOST_KEPT = 4
+MOST_CONNECTIONS = 16
+"""So many connections to one server are kept while nothing is asked, and there are at once."""
+
 HAPPY_EYEBALLS_SECONDS = 0.25
 """When the next address of a name is tried beside one that does not answer (RFC 8305)."""
 
-
-def new_transport(base_url: str) -> httpx.AsyncHTTPTransport:
-    """A transport for one server. It belongs to one event loop, and may have 16 connections; a few are kept."""
-    plain = base_url.startswith("http://")
-    limits: dict[str, Any] = {
-        "max_connections": 16,
-        "max_keepalive_connections": 4,
-        "keepalive_expiry": KEPT_SECONDS,
-    }
-    transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(**limits), trust_env=False, verify=not plain)
-    if plain and isinstance(getattr(transport, "_pool", None), httpcore.AsyncConnectionPool):
-        # httpx has no parameter for the backend
-        transport._pool = httpcore.AsyncConnectionPool(**limits, network_backend=SocketBackend())
-    return transport
+MOST_BYTES = 16 * 2**20
+"""No answer of a llama-server that is asked here is as long."""
 
 
-class SocketBackend(httpcore.AsyncNetworkBackend):
-    """Connections of asyncio, without TLS."""
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        try:
-            return _Stream(*await asyncio.wait_for(_connect(host, port), timeout))
-        except asyncio.TimeoutError:
-            raise httpcore.ConnectTimeout from None
-        except OSError as error:
-            raise httpcore.ConnectError(str(error)) from None
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+class TooLongError(Exception):
+    """An answer of more than `MOST_BYTES`."""
 
 
-async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+class Sender(Protocol):
+    """Sends requests to one server. It belongs to one event loop."""
+
+    async def send(self, request: httpx.Request, *, fresh: bool = False) -> tuple[int, bytes]:
+        """Send a request and read all of its answer. Only connecting has a time-out of its own, the request's.
+
+        Args:
+            request: it may be sent again and again.
+            fresh: on a new connection.
+
+        Returns:
+            the status and the body.
+
+        Raises:
+            httpx.HTTPError: there is no whole answer.
+            TooLongError: it is longer than `MOST_BYTES`.
+        """
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+
+
+def new_sender(base_url: str, transport: httpx.AsyncBaseTransport | None = None) -> Sender:
+    """What sends to a server, over httpx's `transport` if there is one."""
+    if transport is None and base_url.startswith("http://"):
+        return PlainSender()
+    return HttpxSender(transport)
+
+
+class HttpxSender:
+    """Leaves all to httpx."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._transport = transport
+        self._client = self._new_client()
+
+    def _new_client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(
+            max_connections=MOST_CONNECTIONS, max_keepalive_connections=MOST_KEPT, keepalive_expiry=KEPT_SECONDS
+        )
+        return httpx.AsyncClient(transport=self._transport, limits=limits, trust_env=False)
+
+    async def send(self, request: httpx.Request, *, fresh: bool = False) -> tuple[int, bytes]:
+        if not fresh:
+            return await _sent(self._client, request)
+        async with self._new_client() as client:
+            return await _sent(client, request)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+async def _sent(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
+    response = await client.send(request, stream=True)
+    try:
+        body = bytearray()
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise TooLongError
+        return response.status_code, bytes(body)
+    finally:
+        await response.aclose()
+
+
+class PlainSender:
+    """HTTP/1.1 without TLS."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Connection] = []
+        self._room = asyncio.Semaphore(MOST_CONNECTIONS)
+        self._closed = False
+
+    async def send(self, request: httpx.Request, *, fresh: bool = False) -> tuple[int, bytes]:
+        async with self._room:
+            connection = (None if fresh else self._take()) or await _connect(request)
+            try:
+                return await connection.exchange(request)
+            finally:
+                self._give_back(connection)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        while self._kept:
+            self._kept.pop().close()
+
+    def _take(self) -> _Connection | None:
+        """The connection that was used last, if that is not too long ago."""
+        while self._kept:
+            connection = self._kept.pop()
+            if connection.usable:
+                return connection
+            connection.close()
+        return None
+
+    def _give_back(self, connection: _Connection) -> None:
+        if connection.usable and not self._closed and len(self._kept) < MOST_KEPT:
+            self._kept.append(connection)
+        else:
+            connection.close()
+
+
+async def _connect(request: httpx.Request) -> _Connection:
+    seconds = request.extensions.get("timeout", {}).get("connect")
+    try:
+        return await asyncio.wait_for(_open(request.url.raw_host.decode("ascii"), request.url.port or 80), seconds)
+    except asyncio.TimeoutError:
+        raise httpx.ConnectTimeout("the server lets nobody in") from None
+    except OSError as error:
+        raise httpx.ConnectError(str(error)) from None
+
+
+async def _open(host: str, port: int) -> _Connection:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     connected = await start_connection(found, happy_eyeballs_delay=HAPPY_EYEBALLS_SECONDS)
     try:
-        return await asyncio.open_connection(sock=connected)
+        return (await loop.create_connection(_Connection, sock=connected))[1]
     except BaseException:
         connected.close()
         raise
 
 
-class _Stream(httpcore.AsyncNetworkStream):
-    """Time-outs of single reads and writes are left to the caller, who bounds the whole call."""
+class _Connection(asyncio.Protocol):
+    """One connection: one exchange at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self) -> None:
+        self._http = h11.Connection(h11.CLIENT)
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._used = self._loop.time()
+        self._busy = False
+        self._error: Exception | None = None
+        self._news: asyncio.Future[None] | None = None
 
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # of a TCP connection
+
+    def data_received(self, data: bytes) -> None:
+        if self._busy:
+            self._receive(data)
+        else:
+            self.close()  # nothing was asked: whatever this answers, it is not the next request
+
+    def eof_received(self) -> None:
+        self._receive(b"")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._error = exc
+        self._wake()
+
+    def _receive(self, data: bytes) -> None:
         try:
-            return await self._reader.read(max_bytes)
-        except OSError as error:
-            raise httpcore.ReadError(str(error)) from None
+            self._http.receive_data(data)
+        except RuntimeError as error:  # data after its end
+            self._error = error
+        self._wake()
 
-    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    # the caller's side
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be asked (once more)."""
+        return (
+            self._transport is not None
+            and not self._transport.is_closing()
+            and not self._busy
+            and self._loop.time() - self._used < KEPT_SECONDS
+        )
+
+    def close(self) -> None:
+        """Close it at once."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    async def exchange(self, request: httpx.Request) -> tuple[int, bytes]:
+        """Send a request and read all of its answer. What fails or is cancelled leaves it busy for ever: not usable."""
+        self._busy = True
         try:
-            self._writer.write(buffer)
-            await self._writer.drain()
-        except OSError as error:
-            raise httpcore.WriteError(str(error)) from None
+            self._send(request)
+            answer = await self._read()
+        except h11.LocalProtocolError as error:
+            raise httpx.LocalProtocolError(str(error)) from None
+        except h11.RemoteProtocolError as error:
+            raise httpx.RemoteProtocolError(str(error)) from None
+        done = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+        if done and not self._http.trailing_data[0]:
+            self._http.start_next_cycle()
+            self._used, self._busy = self._loop.time(), False
+        return answer
 
-    async def aclose(self) -> None:
-        self._writer.transport.abort()
+    def _send(self, request: httpx.Request) -> None:
+        head = h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw)
+        events: list[h11.Event] = [head, h11.EndOfMessage()]
+        if content := request.read():
+            events.insert(1, h11.Data(data=content))
+        data = b"".join(self._http.send(event) or b"" for event in events)
+        if self._transport is None:
+            raise httpx.WriteError("the connection is closed")
+        self._transport.write(data)
 
-    def get_extra_info(self, info: str) -> Any:
-        if info == "is_readable":  # httpcore asks whether the server has closed it
-            return self._reader.at_eof()
-        return None
+    async def _read(self) -> tuple[int, bytes]:
+        status, body = 0, bytearray()
+        while True:
+            event = self._http.next_event()
+            if isinstance(event, h11.Response):
+                status = event.status_code
+                if any(name == b"content-encoding" and value != b"identity" for name, value in event.headers):
+                    raise httpx.RemoteProtocolError("an encoded answer, which was not asked for")
+            elif isinstance(event, h11.Data):
+                body += event.data
+                if len(body) > MOST_BYTES:
+                    raise TooLongError
+            elif isinstance(event, h11.EndOfMessage):
+                return status, bytes(body)
+            elif event is h11.NEED_DATA:
+                await self._more()
+            elif not isinstance(event, h11.InformationalResponse):
+                raise httpx.RemoteProtocolError("the server has closed the connection without an answer")
+
+    async def _more(self) -> None:
+        if self._transport is None or self._error is not None:
+            raise httpx.ReadError(str(self._error or "the connection is closed"))
+        self._news = self._loop.create_future()
+        try:
+            await self._news
+        finally:
+            self._news = None

@@ -329,10 +329,11 @@ FAILURES = ["drop", "refuse", "500", "503", "garbage", "wrong_shape", "wrong_typ
 async def test_a_rewind_that_fails_costs_the_cache_and_nothing_else(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, where: Any, kind: Any
 ) -> None:
-    monkeypatch.setattr(llama_server_module, "LOOK_SECONDS", 0.3)
-    monkeypatch.setattr(llama_server_module, "SWITCH_SECONDS", 0.3)
-    monkeypatch.setattr(slot_actions, "UNKNOWN_PREFILL_RATE", 1e9)
     a, b = await learned(desk)
+    if kind == "hang":
+        monkeypatch.setattr(llama_server_module, "LOOK_SECONDS", 0.3)
+        monkeypatch.setattr(llama_server_module, "SWITCH_SECONDS", 0.3)
+        monkeypatch.setattr(slot_actions, "UNKNOWN_PREFILL_RATE", 1e9)
     desk.fake.fail(where, kind, times=None)
     await a.turn()
     await desk.quiet()

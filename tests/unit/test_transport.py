@@ -1,4 +1,4 @@
-"""slot_cache.transport against real sockets, as httpx is used with it."""
+"""slot_cache.transport against real sockets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
-import httpcore
 import httpx
 import pytest
-import respx
 
 from slot_cache import transport as module
-from slot_cache.transport import SocketBackend, new_transport
+from slot_cache.llama_server import LlamaServer
+from slot_cache.transport import HttpxSender, PlainSender, Sender, TooLongError, new_sender
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
 
@@ -37,7 +37,10 @@ class Peer:
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:
-                    self.requests.append(await reader.readuntil(b"\r\n\r\n"))
+                    request = await reader.readuntil(b"\r\n\r\n")
+                    if b"Content-Length: " in request:
+                        request += await reader.readexactly(int(request.split(b"Content-Length: ")[1].split()[0]))
+                    self.requests.append(request)
                     self.asked.set()
                     await self.answer_when.wait()
                     answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -51,98 +54,221 @@ class Peer:
             writer.close()
 
 
+@dataclass
+class Line:
+    """A sender and the peer's address."""
+
+    url: str
+    sender: Sender = field(default_factory=PlainSender)
+
+    async def get(self, path: str = "/", *, fresh: bool = False) -> tuple[int, bytes]:
+        timeout = {"timeout": httpx.Timeout(5, connect=0.5).as_dict()}
+        return await self.sender.send(httpx.Request("GET", self.url + path, extensions=timeout), fresh=fresh)
+
+
 @contextlib.asynccontextmanager
-async def listening(peer: Peer) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+async def listening(peer: Peer) -> AsyncIterator[Line]:
     server = await asyncio.start_server(peer.serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    line = Line(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     try:
-        async with httpx.AsyncClient(transport=new_transport(url)) as client:
-            yield client, url
+        yield line
     finally:
+        await line.sender.aclose()
         server.close()
 
 
-def test_it_is_httpx_s_own_with_another_backend() -> None:
-    """If httpx keeps its pool elsewhere one day, looks only take longer; this tells."""
-    pool = new_transport("http://127.0.0.1:1")._pool
-    assert isinstance(pool, httpcore.AsyncConnectionPool)
-    assert isinstance(pool._network_backend, SocketBackend)
-
-
-def test_tls_is_left_to_httpx() -> None:
-    pool = new_transport("https://127.0.0.1:1")._pool
-    assert isinstance(pool, httpcore.AsyncConnectionPool)
-    assert not isinstance(pool._network_backend, SocketBackend)
-
-
-async def test_calls_share_a_connection() -> None:
-    peer = Peer(OK)
-    async with listening(peer) as (client, url):
-        for _ in range(3):
-            answer = await client.get(f"{url}/slots", params={"model": "a b"})
-            assert (answer.status_code, answer.json()) == (200, [])
-    assert peer.connections == 1
-    assert peer.requests[0].startswith(b"GET /slots?model=a+b HTTP/1.1\r\nHost: 127.0.0.1:")
-
-
-async def test_calls_at_once_have_connections_of_their_own() -> None:
-    peer = Peer(OK)
-    peer.answer_when.clear()
-    async with listening(peer) as (client, url):
-        calls = [asyncio.create_task(client.get(url)) for _ in range(7)]
-        while len(peer.requests) < len(calls):
-            peer.asked.clear()
-            await peer.asked.wait()
-        peer.answer_when.set()
-        assert [(await call).status_code for call in calls] == [200] * len(calls)
-        assert peer.connections == len(calls)
+async def until_closed(peer: Peer) -> None:
     while peer.writers:
         peer.closed.clear()
         await peer.closed.wait()
 
 
+async def test_tls_and_transports_of_httpx_are_left_to_httpx() -> None:
+    for sender, kind in [
+        (new_sender("http://llama"), PlainSender),
+        (new_sender("https://llama"), HttpxSender),
+        (new_sender("http://llama", httpx.MockTransport(lambda _: httpx.Response(200))), HttpxSender),
+    ]:
+        assert type(sender) is kind
+        await sender.aclose()
+
+
+async def test_calls_share_a_connection() -> None:
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        for _ in range(3):
+            assert await line.get("/slots?model=a+b") == (200, b"[]")
+    assert peer.connections == 1
+    assert peer.requests[0].startswith(b"GET /slots?model=a+b HTTP/1.1\r\nHost: 127.0.0.1:")
+
+
+async def test_a_body_is_sent_whole() -> None:
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        text = "a" * 3_000_000
+        request = httpx.Request("POST", f"{line.url}/completion", json={"prompt": text})
+        for _ in range(2):
+            assert await line.sender.send(request) == (200, b"[]")
+    assert peer.connections == 1
+    assert [len(request) > len(text) and request.endswith(b'aa"}') for request in peer.requests] == [True, True]
+
+
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    "answer",
     [
-        (b"", httpx.RemoteProtocolError),
-        (b"what?\r\n\r\n", httpx.RemoteProtocolError),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", httpx.RemoteProtocolError),
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n[\r\n1\r\n]\r\n0\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: identity\r\nContent-Length: 2\r\n\r\n[]",
     ],
-    ids=["closes", "no http", "bad chunk"],
+    ids=["chunked", "informed before", "encoded as it is"],
 )
-async def test_what_is_no_answer_is_an_error_of_httpx_and_the_connection_is_closed(
-    answer: bytes, error: type[Exception]
-) -> None:
-    peer = Peer(answer, OK)
-    async with listening(peer) as (client, url):
-        with pytest.raises(error):
-            await client.get(url)
-        await peer.closed.wait()
-        assert (await client.get(url)).json() == []
+async def test_answers_of_all_shapes(answer: bytes) -> None:
+    peer = Peer(answer)
+    async with listening(peer) as line:
+        assert [await line.get() for _ in range(2)] == [(200, b"[]")] * 2
+    assert peer.connections == 1
+
+
+async def test_an_answer_that_ends_with_its_connection() -> None:
+    peer = Peer(b"HTTP/1.1 404 Not Found\r\n\r\nnothing", b"")
+    peer.answer_when.clear()
+    async with listening(peer) as line:
+        call = asyncio.create_task(line.get())
+        await peer.asked.wait()
+        for writer in peer.writers:
+            writer.write(peer.answers[0])
+            writer.close()
+        assert await call == (404, b"nothing")
+        peer.answer_when.set()
+        peer.answers = [OK]
+        assert await line.get() == (200, b"[]")
     assert peer.connections == 2
 
 
-async def test_a_connection_that_is_reset_is_an_error_of_httpx() -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        OK + b"HTTP/1.1 500 what nobody asked for\r\n\r\n",
+    ],
+    ids=["says so", "HTTP/1.0", "says more"],
+)
+async def test_a_connection_that_is_not_to_be_kept_is_closed(answer: bytes) -> None:
+    peer = Peer(answer)
+    async with listening(peer) as line:
+        assert [await line.get() for _ in range(2)] == [(200, b"[]")] * 2
+        await until_closed(peer)
+    assert peer.connections == 2
+
+
+async def test_what_comes_unasked_is_not_the_next_answer() -> None:
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        await line.get()
+        for writer in list(peer.writers):
+            writer.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
+            await writer.drain()
+        await until_closed(peer)
+        assert await line.get() == (200, b"[]")
+    assert peer.connections == 2
+
+
+async def test_calls_at_once_have_connections_of_their_own() -> None:
     peer = Peer(OK)
     peer.answer_when.clear()
-    async with listening(peer) as (client, url):
-        call = asyncio.create_task(client.get(url))
+    async with listening(peer) as line:
+        calls = [asyncio.create_task(line.get()) for _ in range(module.MOST_CONNECTIONS + 5)]
+        while len(peer.requests) < module.MOST_CONNECTIONS:
+            peer.asked.clear()
+            await peer.asked.wait()
+        assert peer.connections == module.MOST_CONNECTIONS
+        peer.answer_when.set()
+        assert [await call for call in calls] == [(200, b"[]")] * len(calls)
+        while len(peer.writers) > module.MOST_KEPT:
+            peer.closed.clear()
+            await peer.closed.wait()
+        assert await line.get() == (200, b"[]")
+    await until_closed(peer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"what?\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: what\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 200 OK\r\nx: " + b"x" * 200_000 + b"\r\n\r\n",
+    ],
+    ids=["closes", "no http", "bad chunk", "bad length", "another protocol", "encoded", "a long header"],
+)
+async def test_what_is_no_answer_is_an_error_of_httpx_and_the_connection_is_closed(answer: bytes) -> None:
+    peer = Peer(answer, OK)
+    async with listening(peer) as line:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await line.get()
+        await peer.closed.wait()
+        assert await line.get() == (200, b"[]")
+    assert peer.connections == 2
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[1"], ids=["nothing", "a half"])
+@pytest.mark.parametrize("how", ["closed", "reset"])
+async def test_a_connection_that_breaks_is_an_error_of_httpx(sent: bytes, how: str) -> None:
+    peer = Peer(OK)
+    peer.answer_when.clear()
+    async with listening(peer) as line:
+        call = asyncio.create_task(line.get())
         await peer.asked.wait()
         for writer in list(peer.writers):
-            writer.transport.abort()
+            writer.write(sent)
+            if how == "reset":
+                writer.transport.abort()
+            else:
+                writer.close()
         with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
             await call
         peer.answer_when.set()
 
 
+async def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    peer = Peer(b"HTTP/1.1 200 OK\r\nContent-Length: 101\r\n\r\n" + b" " * 101)
+    async with listening(peer) as line:
+        with pytest.raises(TooLongError):
+            await line.get()
+        await until_closed(peer)
+
+
 async def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
     peer = Peer(OK)
-    async with listening(peer) as (client, url):
-        await client.get(url)
+    async with listening(peer) as line:
+        await line.get()
         for writer in list(peer.writers):
             writer.close()
         await peer.closed.wait()
-        assert (await client.get(url)).json() == []
+        assert await line.get() == (200, b"[]")
+    assert peer.connections == 2
+
+
+async def test_a_connection_that_was_not_used_for_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        await line.get()
+        monkeypatch.setattr(module, "KEPT_SECONDS", -1.0)
+        assert await line.get() == (200, b"[]")
+        await until_closed(peer)
+    assert peer.connections == 2
+
+
+async def test_a_new_connection_where_one_is_asked_for() -> None:
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        for _ in range(2):
+            assert await line.get(fresh=True) == (200, b"[]")
     assert peer.connections == 2
 
 
@@ -150,8 +276,8 @@ async def test_a_connection_that_the_server_has_closed_is_not_used_again() -> No
 async def test_a_cancelled_call_leaves_nothing_open(when: str) -> None:
     peer = Peer(OK)
     peer.answer_when.clear()
-    async with listening(peer) as (client, url):
-        call = asyncio.create_task(client.get(url))
+    async with listening(peer) as line:
+        call = asyncio.create_task(line.get())
         if when == "answering":
             await peer.asked.wait()
         else:
@@ -160,24 +286,32 @@ async def test_a_cancelled_call_leaves_nothing_open(when: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         peer.answer_when.set()
-        if peer.connections:
-            await peer.closed.wait()
-        assert (await client.get(url)).json() == []
+        await until_closed(peer)
+        assert await line.get() == (200, b"[]")
+
+
+async def test_a_call_that_is_on_its_way_when_the_sender_is_closed_leaves_nothing_open() -> None:
+    peer = Peer(OK)
+    peer.answer_when.clear()
+    async with listening(peer) as line:
+        call = asyncio.create_task(line.get())
+        await peer.asked.wait()
+        await line.sender.aclose()
+        peer.answer_when.set()
+        assert await call == (200, b"[]")
+        await until_closed(peer)
 
 
 async def test_nobody_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}/"
-        async with httpx.AsyncClient(transport=new_transport(url)) as client:
-            with pytest.raises(httpx.ConnectError):
-                await client.get(url)
+        with pytest.raises(httpx.ConnectError):
+            await Line(f"http://127.0.0.1:{taken.getsockname()[1]}").get()
 
 
 async def test_a_name_that_there_is_not() -> None:
-    async with httpx.AsyncClient(transport=new_transport("http://no-such-host.invalid/")) as client:
-        with pytest.raises(httpx.ConnectError):
-            await client.get("http://no-such-host.invalid/")
+    with pytest.raises(httpx.ConnectError):
+        await Line("http://no-such-host.invalid").get()
 
 
 async def test_a_server_that_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,15 +320,14 @@ async def test_a_server_that_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError
 
     monkeypatch.setattr(module, "start_connection", never)
-    async with httpx.AsyncClient(transport=new_transport("http://127.0.0.1:1/")) as client:
-        with pytest.raises(httpx.ConnectTimeout):
-            await client.get("http://127.0.0.1:1/", timeout=httpx.Timeout(5, connect=0.01))
+    with pytest.raises(httpx.ConnectTimeout):
+        await Line("http://127.0.0.1:1").get()
 
 
 async def test_the_next_address_is_tried_when_nobody_listens_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
     peer = Peer(OK)
-    async with listening(peer) as (client, url):
-        port = httpx.URL(url).port
+    async with listening(peer) as line:
+        port = httpx.URL(line.url).port
         addresses = [
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.2", "127.0.0.1")
         ]
@@ -203,11 +336,22 @@ async def test_the_next_address_is_tried_when_nobody_listens_at_one(monkeypatch:
             return list(addresses)
 
         monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", two)
-        assert (await client.get(f"http://two-addresses:{port}/")).json() == []
+        line.url = f"http://two-addresses:{port}"
+        assert await line.get() == (200, b"[]")
 
 
-@respx.mock
-async def test_fakes_of_respx_stand_before_it(respx_mock: respx.MockRouter) -> None:
-    respx_mock.get("http://llama:8080/slots").respond(json=[])
-    async with httpx.AsyncClient(transport=new_transport("http://llama:8080")) as client:
-        assert (await client.get("http://llama:8080/slots")).json() == []
+async def test_what_a_llama_server_is_sent() -> None:
+    """The key, or, as httpx's clients have it, the name and password of the address; and no wish for a packed answer."""
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        for base_url, key in [(line.url, "sk-1"), (line.url.replace("http://", "http://user:word@"), None)]:
+            server = LlamaServer(base_url, key)
+            assert [await server.slots() for _ in range(2)] == [[], []]
+            await server.aclose()
+    assert peer.connections == 2
+    heads = [request.decode().split("\r\n") for request in peer.requests]
+    assert [line for head in heads for line in head if line.startswith("Authorization")] == [
+        *["Authorization: Bearer sk-1"] * 2,
+        *["Authorization: Basic dXNlcjp3b3Jk"] * 2,
+    ]
+    assert all("Accept-Encoding: identity" in head for head in heads)
