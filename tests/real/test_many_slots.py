@@ -52,11 +52,16 @@ async def client(many_slots: House) -> AsyncIterator[httpx.AsyncClient]:
         yield opened
 
 
-async def talk(client: httpx.AsyncClient, session: Session, turns: int, length: int = 300) -> list[Reply]:
+async def talk(
+    client: httpx.AsyncClient, session: Session, count: int, length: int = 300, turns: asyncio.Lock | None = None
+) -> list[Reply]:
+    """A conversation of `count` requests. Those without the plugin that have one slot take `turns` at it: llama-server mixes
+    up a request with one that waits for its slot (docs/measured.md), and may then never answer."""
     replies = []
-    for turn in range(turns):
+    for turn in range(count):
         text = text_of(f"{session.name or session.route}-{turn}-", length)
-        replies.append(await session.ask(client, text, stream=turn % 2 == 0))
+        async with turns or contextlib.nullcontext():
+            replies.append(await session.ask(client, text, stream=turn % 2 == 0))
     return replies
 
 
@@ -87,7 +92,8 @@ async def test_six_conversations_in_four_slots(
         replies = await asyncio.gather(*(talk(client, session, 8) for session in sessions))
         used = slots_used(many_slots.relay, first)
         pinned = [Session(f"{name} pinned {number}", f"pinned-{number % 4}") for number in range(6)]
-        without = await asyncio.gather(*(talk(client, session, 8) for session in pinned))
+        turns = {session.route: asyncio.Lock() for session in pinned}
+        without = await asyncio.gather(*(talk(client, session, 8, turns=turns[session.route]) for session in pinned))
     outcomes = sorted(reply.outcome or "" for session in replies for reply in session)
     print(f"{name}: reuse of 6 conversations at once in 4 slots: {reuse(replies):.3f}, pinned: {reuse(without):.3f}")
     print({outcome: outcomes.count(outcome) for outcome in outcomes})

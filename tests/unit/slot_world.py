@@ -486,6 +486,7 @@ class World:
             body: dict[str, Any] = {"messages": messages, "max_tokens": asked.n_predict, "temperature": 0}
             if managed:
                 body["id_slot"] = lease.slot
+                self._pins(lease.slot)
             if stream:
                 body |= {"stream": True, "stream_options": {"include_usage": True}}
             ending = Ending.BROKEN
@@ -592,6 +593,8 @@ class World:
         if wakes and self.fake.is_up and self.fake.is_sleeping and not asked_for:
             self.violated(f"a sleeping server is woken for bookkeeping: {method} {url.path} {action}")
         if not action:
+            if url.path == "/completion":
+                self._pins(json.loads(body)["id_slot"])
             return
         slot = int(url.path.rpartition("/")[2])
         if self.in_use.get(slot):
@@ -604,6 +607,12 @@ class World:
                 self._check_restore(json.loads(body)["filename"])
             except Violation as violation:
                 self.violated(str(violation))
+
+    def _pins(self, slot: int) -> None:
+        """A request goes to a slot. Where that is busy, llama-server with a RAM cache mixes it up with the one in there."""
+        busy = self.fake.is_up and self.fake.slots[slot].is_processing
+        if busy and not self.strangers and not self._loose():
+            self.violated(f"a request is pinned to slot {slot}, which is busy")
 
     def violated(self, what: str) -> None:
         """Told in the middle of a worker's work, which goes on."""

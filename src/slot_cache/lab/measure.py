@@ -6,10 +6,11 @@ The functions talk to clients that are handed in: `proxy` to a LiteLLM proxy, `s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 
@@ -264,12 +265,26 @@ class SlotsResult:
 async def measure_load(
     proxy: httpx.AsyncClient, routes: Sequence[str], prompts: Prompts, sessions: int, turns: int, tokens: int
 ) -> LoadRound:
-    """`sessions` conversations at once, each of `turns` turns, one request of each in flight all the time. The conversations
-    have the routes by turns."""
+    """`sessions` conversations at once, each of `turns` turns, one request of each in flight all the time.
+
+    Of several routes, which lead to one slot each, the conversations have one after the other, and those with the same take
+    turns here, which is part of their times: a llama-server that gets a request for a slot at work mixes up the two
+    (docs/measured.md).
+    """
+    locks = {route: asyncio.Lock() for route in routes} if len(routes) > 1 else {}
 
     async def one(number: int) -> list[Turn]:
-        conversation = prompts.conversation(f"load-{number}", routes[number % len(routes)], tokens)
-        return [await conversation.turn(proxy, f"Question {turn + 1}. {QUESTION}", 16) for turn in range(turns)]
+        route = routes[number % len(routes)]
+        conversation = prompts.conversation(f"load-{number}", route, tokens)
+        done = []
+        for turn in range(turns):
+            asked = time.perf_counter()
+            async with locks.get(route, contextlib.nullcontext()):
+                waited = time.perf_counter() - asked
+                answer = await conversation.turn(proxy, f"Question {turn + 1}. {QUESTION}", 16)
+            ttft, total = waited + answer.ttft_seconds, waited + answer.total_seconds
+            done.append(replace(answer, ttft_seconds=ttft, total_seconds=total))
+        return done
 
     started = time.perf_counter()
     done = await asyncio.gather(*(one(number) for number in range(sessions)))
