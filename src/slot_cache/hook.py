@@ -38,6 +38,9 @@ MANAGED_CALLS = frozenset({"acompletion", "atext_completion", "anthropic_message
 LOGGED = "slot_cache"
 """The key under which LiteLLM's logging integrations find what became of a request."""
 
+NOTE_SECONDS = 0.01
+"""How late the gauges may be: a request is not held for them."""
+
 USAGE_SECONDS = 10.0
 """How long after its end a request waits for LiteLLM to tell its usage, before its line is logged without."""
 
@@ -67,6 +70,7 @@ class SlotCacheHook(CustomLogger):
         self._prompts = LastPrompts()
         self._ended = EndedRequests(self._servers, self._prompts, finder, self.tally, self.counts, self._once)
         self._mounted = endpoints.mount(self)
+        self._to_note: set[SlotSwitcher] = set()
 
     async def aclose(self) -> None:
         """End all background work and close the connections to the servers."""
@@ -280,7 +284,7 @@ class SlotCacheHook(CustomLogger):
         turn.switcher = switcher
         where: dict[str, Any] = {"server": switcher.server.shown, "route": request.route, "session": request.session}
         self.tally.note(Event("ask", key=request.key, **where))
-        asyncio.get_running_loop().call_soon(self._note_now, switcher)  # when it waits
+        self._note_soon(switcher)
         lease = turn.lease = await switcher.acquire(
             settings.which_slots,
             want,
@@ -303,7 +307,7 @@ class SlotCacheHook(CustomLogger):
                 **where,
             )
         )
-        self._note_now(switcher)
+        self._note_soon(switcher)
 
     def _end(self, turn: Turn, ending: Ending) -> None:
         """The attempt has ended: give the slot back. A plain call, safe in a `finally` that may not await."""
@@ -313,7 +317,7 @@ class SlotCacheHook(CustomLogger):
         turn.lease.release(ending, self._conversation(turn) if ending is Ending.ANSWERED else None)
         turn.sent, turn.lease.tail = None, ""
         if turn.switcher is not None:
-            self._note_now(turn.switcher)
+            self._note_soon(turn.switcher)
         if turn.usage is not None:
             self._report(turn)
         elif turn.timer is None and self._loop is not None and not self._loop.is_closed():
@@ -346,7 +350,14 @@ class SlotCacheHook(CustomLogger):
         more = metadata.get("spend_logs_metadata")
         metadata["spend_logs_metadata"] = {**(more if isinstance(more, dict) else {}), LOGGED: turn.told}
 
+    def _note_soon(self, switcher: SlotSwitcher) -> None:
+        """Have the gauges told how things are, once for all that happens until then."""
+        if switcher not in self._to_note and self._loop is not None and not self._loop.is_closed():
+            self._to_note.add(switcher)
+            self._loop.call_later(NOTE_SECONDS, self._note_now, switcher)
+
     def _note_now(self, switcher: SlotSwitcher) -> None:
+        self._to_note.discard(switcher)
         speed = switcher.actions.prefill_rate
         self.tally.now(switcher.server.shown, len(switcher.leased()), switcher.waiting(), speed)
 
