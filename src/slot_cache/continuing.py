@@ -4,7 +4,7 @@ leaves behind. No I/O, no clock."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slot_cache.eviction import Speeds
@@ -71,13 +71,21 @@ def name_cache(
         return Named(None if want.session in in_use else want.session)
     caches = [*here, *saved]
     left = {resident.key for resident in elsewhere if resident.key is not None}
-    dirty = {resident.key for resident in elsewhere if resident.key is not None and resident.dirty}
+    files = {cache.key: cache.tokens for cache in saved}
+    dirty = {resident.key for resident in elsewhere if resident.key is not None and _is_newer(resident, files)}
     found = continued(want, caches, {*in_use, *dirty})
     if found is not None:
         return Named(found.key, found=True)
     if want.session is not None and want.session not in {*in_use, *left, *(cache.key for cache in caches)}:
         return Named(want.session)  # of another model, perhaps
     return Named(f"{want.tag}_{uuid.uuid4().hex}", perhaps_saved=False)
+
+
+def _is_newer(resident: Resident, files: Mapping[str, int]) -> bool:
+    """Whether a slot holds more of a cache than its file does, given the files' tokens. What was dirty when it was last looked
+    at may have been saved since, by another process that has taken the slot."""
+    tokens = files.get(resident.key or "", 0)
+    return resident.dirty and (resident.mark is None or resident.mark.tokens > tokens)
 
 
 def choose_donor(

@@ -105,6 +105,7 @@ class CacheFolder:
         self.verify = verify
         self.min_tokens = min_tokens
         self.evict = evict
+        self._news = 0
         self._changes = -1
         self._known: dict[str, list[Known]] = {}
         self._by_session: dict[str | None, list[Known]] = {}
@@ -181,6 +182,12 @@ class CacheFolder:
             by_model.setdefault(row.model, []).append(cache)
             by_session.setdefault(row.session, []).append(cache)
         return by_model, by_session
+
+    async def hear(self, news: int) -> None:
+        """Learn what other processes have saved, once for each count of news."""
+        if news != self._news:
+            self._news = news
+            await self.known("")
 
     def knows_better(self, want: Want, key: str, shared: int) -> bool:
         """Whether another cache than `key` was known lately of which a request continues more than `shared` links. Looks at

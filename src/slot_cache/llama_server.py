@@ -14,7 +14,7 @@ import httpx
 
 from slot_cache.model import Identity, boot_of, identity_of
 from slot_cache.state import SlotReading
-from slot_cache.transport import MOST_BYTES, TooLongError, new_sender
+from slot_cache.transport import MOST_BYTES, Begun, TooLongError, new_sender
 
 LOOK_SECONDS = 2.0
 """How long `GET /slots`, /props and /health may take. A healthy server answers in milliseconds, or, between two batches
@@ -155,9 +155,21 @@ class LlamaServer:
         """Close the connections."""
         await self._sender.aclose()
 
-    async def slots(self) -> list[SlotReading]:
-        """Every slot. This wakes a server that sleeps; ask `props` first where nobody waits."""
-        return slot_readings(await self._call("GET", "/slots", LOOK_SECONDS))
+    async def slots(self, begun: Begun | None = None) -> list[SlotReading]:
+        """Every slot, as `begin_slots` was answered if that was `begun`. This wakes a server that sleeps; ask `props` first
+        where nobody waits."""
+        return slot_readings(await self._call("GET", "/slots", LOOK_SECONDS, begun=begun))
+
+    def begin_slots(self) -> Begun | None:
+        """Ask for the slots, and await the answer later; None where that would have to wait. A plain call that never fails.
+        What it returns must be dropped in the end."""
+        if self.has_a_reason is None:
+            return None
+        try:
+            params = None if self.model is None else {"autoload": "false", "model": self.model}
+            return self._sender.begin(self._request("GET", "/slots", (PATIENCE_SECONDS, LOOK_SECONDS), params, None))
+        except (httpx.InvalidURL, ValueError):
+            return None
 
     async def takes_actions(self) -> bool:
         """Whether the server has a --slot-save-path: it is asked for an action that there is not, so that nothing is done.
@@ -311,7 +323,14 @@ class LlamaServer:
         return SwitchAnswer(tokens, size, float(milliseconds))
 
     async def _call(
-        self, method: str, path: str, seconds: float, *, params: dict[str, str] | None = None, json: Any = None
+        self,
+        method: str,
+        path: str,
+        seconds: float,
+        *,
+        params: dict[str, str] | None = None,
+        json: Any = None,
+        begun: Begun | None = None,
     ) -> Any:
         what = f"{method} {path}" + (f"?action={params['action']}" if params and "action" in params else "")
         patient = path.startswith(("/slots", "/completion")) and self.has_a_reason is not None
@@ -326,9 +345,9 @@ class LlamaServer:
             timeout = (PATIENCE_SECONDS if patient else seconds, min(seconds, LOOK_SECONDS))
             request = self._request(method, path, timeout, params, json)
             if patient and self.has_a_reason is not None:
-                status, body = await self._patiently(request, seconds, self.has_a_reason)
+                status, body = await self._patiently(request, seconds, self.has_a_reason, begun)
             else:
-                status, body = await asyncio.wait_for(self._twice(request), seconds)
+                status, body = await asyncio.wait_for(self._sending(request, begun), seconds)
         except TooLongError:
             raise LlamaServerError("nonsense", f"{what}: the answer is longer than {MOST_BYTES} bytes") from None
         except (asyncio.TimeoutError, httpx.TimeoutException):
@@ -369,11 +388,14 @@ class LlamaServer:
         return request
 
     async def _patiently(
-        self, request: httpx.Request, seconds: float, has_a_reason: Callable[[], Awaitable[bool]]
+        self,
+        request: httpx.Request,
+        seconds: float,
+        has_a_reason: Callable[[], Awaitable[bool]],
+        begun: Begun | None,
     ) -> tuple[int, bytes]:
         """Send; go on waiting for the answer while there is a reason to."""
-        call = asyncio.ensure_future(self._twice(request))
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
+        call = self._sending(request, begun)
         waited = 0.0
         try:
             while not (await asyncio.wait({call}, timeout=seconds))[0]:
@@ -386,10 +408,15 @@ class LlamaServer:
                 call.cancel()
                 await asyncio.wait({call})
 
-    async def _twice(self, request: httpx.Request) -> tuple[int, bytes]:
-        """Send; once more on a new connection if the one there was broke."""
+    def _sending(self, request: httpx.Request, begun: Begun | None) -> asyncio.Task[tuple[int, bytes]]:
+        call = asyncio.get_running_loop().create_task(self._twice(request, begun))
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
+        return call
+
+    async def _twice(self, request: httpx.Request, begun: Begun | None = None) -> tuple[int, bytes]:
+        """Send, if that was not begun; once more on a new connection if the one there was broke."""
         try:
-            return await self._sender.send(request)
+            return await (self._sender.send(request) if begun is None else begun.answer())
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             return await self._sender.send(request, fresh=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from slot_cache import report
@@ -16,12 +17,25 @@ from slot_cache.model import Identity
 from slot_cache.plan import Found, judge
 from slot_cache.slot_actions import SlotActions
 from slot_cache.state import Mark, Resident, SlotReading
+from slot_cache.transport import Begun
 
 BUSY_PAUSES = (0.01, 0.03, 0.1, 0.3)
 BUSY_SECONDS = 1.3
 """When a slot is looked at again that a request without our lease keeps busy: a few times soon, for a stream that was
 broken off is noticed at its next token, then seldom. The server notices that a client which awaits a whole answer has
 left only when it has had no other call for a second; looking more often would keep such a request alive."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look that was begun: the free slots as they were known then, and what the server was asked."""
+
+    free: dict[int, tuple[int, Resident | None]]
+    begun: Begun
+
+    def drop(self, _: object = None) -> None:
+        """It is over, or not wanted any more."""
+        self.begun.drop()
 
 
 class SlotBook:
@@ -41,6 +55,7 @@ class SlotBook:
     Attributes:
         identity: the server's model and process, as it was last told; None: not known.
         clears: whether a task's start empties the server's idle slots; None: not seen yet.
+        news: grows whenever other processes turn out to have used slots.
     """
 
     def __init__(
@@ -58,6 +73,7 @@ class SlotBook:
     ) -> None:
         self.identity: Identity | None = None
         self.clears: bool | None = None
+        self.news = 0
         self._server = server
         self._actions = actions
         self._queue = queue
@@ -98,18 +114,24 @@ class SlotBook:
             self.identity = None
             self.clears = None
 
-    async def look(self, number: int) -> SlotReading:
-        """Look at one slot."""
-        readings = await self.look_at_all(number)
+    def begin_look(self) -> Look | None:
+        """Ask the server, and look at the answer later (`look`); None where that would have to wait. A plain call that never
+        fails. What it returns must be dropped in the end."""
+        begun = self._server.begin_slots()
+        return None if begun is None else Look(self._free(), begun)
+
+    async def look(self, number: int, look: Look | None = None) -> SlotReading:
+        """Look at one slot, by what was answered to `look` if that was begun."""
+        readings = await self.look_at_all(number, look)
         for reading in readings:
             if reading.id == number:
                 return reading
         raise LlamaServerError("refused", f"the server has no slot {number}, it has {len(readings)}")
 
-    async def look_at_all(self, but: int | None = None) -> list[SlotReading]:
+    async def look_at_all(self, but: int | None = None, look: Look | None = None) -> list[SlotReading]:
         """Look at the slots; what is learned of the idle ones that nobody has is noted, but for one."""
-        before = {slot.number: (slot.epoch, slot.resident) for slot in self._queue.slots.values() if slot.lease is None}
-        readings = await self._server.slots()
+        before = self._free() if look is None else look.free
+        readings = await self._server.slots(None if look is None else look.begun)
         self._computing = any(reading.processing for reading in readings)
         self._newest = max((reading.task for reading in readings if reading.task is not None), default=-1)
         for reading in readings:
@@ -126,6 +148,10 @@ class SlotBook:
             self._queue.count = len(readings)
             self._queue.hand_on_all()
         return readings
+
+    def _free(self) -> dict[int, tuple[int, Resident | None]]:
+        """The slots that nobody has, and what tells later that they are as they were."""
+        return {slot.number: (slot.epoch, slot.resident) for slot in self._queue.slots.values() if slot.lease is None}
 
     def _note(self, slot: Slot, reading: SlotReading) -> None:
         slot.strangers = reading.processing and not slot.perhaps_busy
@@ -168,6 +194,7 @@ class SlotBook:
     async def read_up(self, slot: Slot) -> None:
         """Learn what other processes have left in a slot whose lock was taken from them."""
         if slot.unread:
+            self.news += 1
             self._heed(slot, await self._index.call(self._index.index.slot, self._name, slot.number))
             slot.unread = False
 
@@ -179,6 +206,7 @@ class SlotBook:
         touched = [slot for slot in self._queue.slots.values() if slot.nobodys and (slot.unread or slot.lock.touched())]
         if not (touched or first):
             return
+        self.news += 1
         rows = await self.written()
         if first:
             touched += [self._queue.slot(number) for number in rows if number not in self._queue.slots]
@@ -195,6 +223,7 @@ class SlotBook:
             slot.resident = _resident_of(row)
             slot.home = self._home_of(row, slot.home)
             slot.used = self._clock()
+            slot.strangers = False  # whoever has written it down was done
 
     async def give_up(self, slot: Slot, reading: SlotReading) -> None:
         """Record that other processes need not wait until what is in a slot is saved: it is, or cannot be."""

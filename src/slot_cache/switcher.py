@@ -39,7 +39,7 @@ from slot_cache.prompt import links, shared_links, shared_part
 from slot_cache.rewind import Conversation
 from slot_cache.rewinder import Rewinder
 from slot_cache.slot_actions import SlotActions
-from slot_cache.slot_book import BUSY_PAUSES, BUSY_SECONDS, SlotBook
+from slot_cache.slot_book import BUSY_PAUSES, BUSY_SECONDS, Look, SlotBook
 from slot_cache.slot_files import SlotFiles
 from slot_cache.state import Ending, Outcome, Resident, SlotReading, Want
 from slot_cache.vacating import Vacated, Vacating
@@ -225,7 +225,12 @@ class SlotSwitcher:
         except NoTurnError as error:
             lease.waited = self._clock() - asked
             return self._loosen(lease, str(error))
-        switch = self._task(self._switch(lease, folder, asked + queue_seconds))
+        look = None
+        if self._host is None and not self.clears_idle:
+            look = self._book.begin_look()  # while others of the loop have their turn, the server answers
+        switch = self._task(self._switch(lease, folder, asked + queue_seconds, look))
+        if look is not None:
+            switch.add_done_callback(look.drop)
         try:
             await asyncio.shield(switch)
         except asyncio.CancelledError:
@@ -389,12 +394,12 @@ class SlotSwitcher:
 
     # the switch
 
-    async def _switch(self, lease: Lease, folder: CacheFolder, deadline: float) -> None:
+    async def _switch(self, lease: Lease, folder: CacheFolder, deadline: float, look: Look | None) -> None:
         """Carry out the plan for a lease that was just granted. Raises nothing; `lease.granted` tells the result."""
         try:
             if self._host is not None:
                 await self._host.ready(deadline, lambda: lease.abandoned)
-            reading = await self._find_place(lease, deadline)
+            reading = await self._find_place(lease, deadline, look)
             lease.granted = await self._switched(lease, folder, reading)
             if lease.inside:
                 lease.safe.set()
@@ -417,9 +422,9 @@ class SlotSwitcher:
         if self.actions.hung:
             self._queue.dismiss("the server did not answer")
 
-    async def _find_place(self, lease: Lease, deadline: float) -> SlotReading:
+    async def _find_place(self, lease: Lease, deadline: float, look: Look | None) -> SlotReading:
         """Wait until the lease's slot is idle, or move it to a better one that is. On a server that clears idle slots the
-        lease is inside the gate then."""
+        lease is inside the gate then. The first look may have been begun already."""
         pauses = iter(BUSY_PAUSES)
         moves = 0
         while True:
@@ -427,8 +432,10 @@ class SlotSwitcher:
                 raise NoTurnError("the client left")
             gated = self.clears_idle
             if gated and not lease.inside:
+                look = None  # what was seen before is out of date inside
                 await self._clearing.enter(lease, deadline, lambda: self._look_at_place(lease, deadline))
-            reading = await self._look_at_place(lease, deadline)
+            reading = await self._look_at_place(lease, deadline, look)
+            look = None
             if reading is not None and moves < MOVES and self._move(lease):
                 moves += 1
                 continue
@@ -441,14 +448,14 @@ class SlotSwitcher:
                 raise NoTurnError("the slot did not become free")
             await asyncio.sleep(next(pauses, BUSY_SECONDS))
 
-    async def _look_at_place(self, lease: Lease, deadline: float) -> SlotReading | None:
+    async def _look_at_place(self, lease: Lease, deadline: float, look: Look | None = None) -> SlotReading | None:
         """Compare the lease's slot with what we remember of it. None: look once more, the lease has another slot, or the
         model had to be loaded again."""
         slot = lease.place
         await self._book.read_up(slot)
         await self._book.refresh()
         try:
-            reading = await self._book.look(slot.number)
+            reading = await self._book.look(slot.number, look)
         except LlamaServerError as error:
             if not isinstance(lease.which, int) and slot.number >= (self._queue.count or 1):
                 await self._retake(lease, deadline)
@@ -477,7 +484,7 @@ class SlotSwitcher:
         await self._queue.take(lease, max(deadline - self._clock(), 0.001), first=True)
 
     def _move(self, lease: Lease) -> bool:
-        """Change to a free slot that is better of its kind: one with the conversation, an empty one, one that is idle."""
+        """Change to a free slot that is better of its kind: one with (more of) the conversation, an empty one, an idle one."""
         place = lease.place
         if isinstance(lease.which, int):
             return False
@@ -488,7 +495,8 @@ class SlotSwitcher:
         ]
         views = {slot.number: self._view(lease, slot) for slot in [place, *others]}
         best = order_slots(views.values())[0]
-        if views[best].rank >= views[place.number].rank or not self._queue.move(lease, self.slots[best]):
+        here, there = views[place.number], views[best]
+        if (there.rank, -there.shared) >= (here.rank, -here.shared) or not self._queue.move(lease, self.slots[best]):
             return False
         self._free(place, lambda: self._idle.settle(place, place.epoch, lease.idle_seconds, False))
         return True
@@ -497,6 +505,7 @@ class SlotSwitcher:
 
     async def _switched(self, lease: Lease, folder: CacheFolder, reading: SlotReading) -> Granted:
         slot, want = lease.place, lease.want
+        await folder.hear(self._book.news)
         if self._is_there(lease, folder):
             return Granted(Outcome.RESIDENT, tokens=reading.tokens)
         if not want.knows_itself and not self._files.worth_saving(slot):

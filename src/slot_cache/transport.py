@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import h11
@@ -33,8 +34,21 @@ class TooLongError(Exception):
     """An answer of more than `MOST_BYTES`."""
 
 
+class Begun(Protocol):
+    """A request that was sent, whose answer is awaited later. `drop` must be called in the end, whatever became of it."""
+
+    async def answer(self) -> tuple[int, bytes]:
+        """As `Sender.send`; to be called once at most."""
+
+    def drop(self) -> None:
+        """Give up what is not answered yet. Never fails."""
+
+
 class Sender(Protocol):
     """Sends requests to one server. It belongs to one event loop."""
+
+    def begin(self, request: httpx.Request) -> Begun | None:
+        """Send a request at once, where that needs no wait; None: it was not sent. Never fails."""
 
     async def send(self, request: httpx.Request, *, fresh: bool = False) -> tuple[int, bytes]:
         """Send a request and read all of its answer. Only connecting has a time-out of its own, the request's.
@@ -75,6 +89,9 @@ class HttpxSender:
         )
         return httpx.AsyncClient(transport=self._transport, limits=limits, trust_env=False)
 
+    def begin(self, request: httpx.Request) -> Begun:
+        return _Ahead(asyncio.ensure_future(self.send(request)))
+
     async def send(self, request: httpx.Request, *, fresh: bool = False) -> tuple[int, bytes]:
         if not fresh:
             return await _sent(self._client, request)
@@ -83,6 +100,20 @@ class HttpxSender:
 
     async def aclose(self) -> None:
         await self._client.aclose()
+
+
+class _Ahead:
+    """A task that sends."""
+
+    def __init__(self, task: asyncio.Future[tuple[int, bytes]]) -> None:
+        self._task = task
+
+    async def answer(self) -> tuple[int, bytes]:
+        return await self._task
+
+    def drop(self) -> None:
+        self._task.cancel()
+        self._task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is left to ask
 
 
 async def _sent(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
@@ -110,9 +141,21 @@ class PlainSender:
         async with self._room:
             connection = (None if fresh else self._take()) or await _connect(request)
             try:
-                return await connection.exchange(request)
+                connection.start(request)
+                return await connection.finish()
             finally:
                 self._give_back(connection)
+
+    def begin(self, request: httpx.Request) -> Begun | None:
+        connection = self._take()
+        if connection is None:
+            return None
+        try:
+            connection.start(request)
+        except httpx.HTTPError:
+            connection.close()
+            return None
+        return _Started(connection, self._give_back)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -133,6 +176,26 @@ class PlainSender:
             self._kept.append(connection)
         else:
             connection.close()
+
+
+class _Started:
+    """A connection upon which a request was sent."""
+
+    def __init__(self, connection: _Connection, give_back: Callable[[_Connection], None]) -> None:
+        self._connection: _Connection | None = connection
+        self._give_back = give_back
+
+    async def answer(self) -> tuple[int, bytes]:
+        assert self._connection is not None
+        try:
+            return await self._connection.finish()
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._give_back(connection)
 
 
 async def _connect(request: httpx.Request) -> _Connection:
@@ -157,7 +220,7 @@ async def _open(host: str, port: int) -> _Connection:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: one exchange at a time."""
+    """One connection: one request at a time, `start` and `finish`."""
 
     def __init__(self) -> None:
         self._http = h11.Connection(h11.CLIENT)
@@ -216,14 +279,18 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
             self._transport = None
 
-    async def exchange(self, request: httpx.Request) -> tuple[int, bytes]:
-        """Send a request and read all of its answer. What fails or is cancelled leaves it busy for ever: not usable."""
+    def start(self, request: httpx.Request) -> None:
+        """Send a request. Until its answer is complete, and for ever if that fails, the connection is busy: not usable."""
         self._busy = True
         try:
             self._send(request)
-            answer = await self._read()
         except h11.LocalProtocolError as error:
             raise httpx.LocalProtocolError(str(error)) from None
+
+    async def finish(self) -> tuple[int, bytes]:
+        """Read all of the answer."""
+        try:
+            answer = await self._read()
         except h11.RemoteProtocolError as error:
             raise httpx.RemoteProtocolError(str(error)) from None
         done = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE

@@ -709,7 +709,7 @@ async def test_who_empties_the_server_does_not_keep_those_waiting_that_it_waits_
 
 
 @pytest.mark.parametrize("clears", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(40))
 @in_virtual_time
 async def test_processes_share_the_slots(make: Make, seed: int, clears: bool) -> None:
     desk = make(3, processes=2, clears_idle_slots=clears)

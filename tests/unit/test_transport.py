@@ -13,7 +13,7 @@ import pytest
 
 from slot_cache import transport as module
 from slot_cache.llama_server import LlamaServer
-from slot_cache.transport import HttpxSender, PlainSender, Sender, TooLongError, new_sender
+from slot_cache.transport import Begun, HttpxSender, PlainSender, Sender, TooLongError, new_sender
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
 
@@ -300,6 +300,112 @@ async def test_a_call_that_is_on_its_way_when_the_sender_is_closed_leaves_nothin
         peer.answer_when.set()
         assert await call == (200, b"[]")
         await until_closed(peer)
+
+
+# requests that are begun
+
+
+def begin(line: Line) -> Begun | None:
+    return line.sender.begin(httpx.Request("GET", line.url))
+
+
+async def test_what_is_begun_is_sent_at_once_and_answered_later() -> None:
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        assert begin(line) is None  # it would have to connect
+        await line.get()
+        peer.asked.clear()
+        begun = begin(line)
+        assert begun is not None
+        await peer.asked.wait()
+        assert await line.get() == (200, b"[]")  # on another connection
+        assert await begun.answer() == (200, b"[]")
+        begun.drop()
+        begun.drop()
+        assert [await line.get() for _ in range(2)] == [(200, b"[]")] * 2
+    assert peer.connections == 2
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_what_is_dropped_is_not_the_next_answer(answered: bool) -> None:
+    peer = Peer(OK, OK.replace(b"[]", b"{}"), OK)
+    async with listening(peer) as line:
+        await line.get()
+        peer.asked.clear()
+        if not answered:
+            peer.answer_when.clear()
+        begun = begin(line)
+        assert begun is not None
+        await peer.asked.wait()
+        begun.drop()
+        peer.answer_when.set()
+        await until_closed(peer)
+        assert await line.get() == (200, b"[]")
+    assert peer.connections == 2
+
+
+async def test_what_was_begun_and_breaks_is_an_error_of_httpx() -> None:
+    peer = Peer(OK, b"", OK)
+    async with listening(peer) as line:
+        await line.get()
+        begun = begin(line)
+        assert begun is not None
+        with pytest.raises(httpx.RemoteProtocolError):
+            await begun.answer()
+        begun.drop()
+        assert await line.get() == (200, b"[]")
+    assert peer.connections == 2
+
+
+async def test_a_cancelled_wait_for_what_was_begun_leaves_nothing_open() -> None:
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        await line.get()
+        peer.answer_when.clear()
+        begun = begin(line)
+        assert begun is not None
+        waiting = asyncio.create_task(begun.answer())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        begun.drop()
+        peer.answer_when.set()
+        await until_closed(peer)
+
+
+async def test_what_no_header_can_hold_is_not_begun() -> None:
+    peer = Peer(OK)
+    async with listening(peer) as line:
+        await line.get()
+        assert line.sender.begin(httpx.Request("GET", line.url, headers={"x": "a\nb"})) is None
+        await until_closed(peer)
+
+
+async def test_httpx_begins_in_a_task() -> None:
+    asked = asyncio.Event()
+    answer = asyncio.Event()
+
+    async def serve(_: httpx.Request) -> httpx.Response:
+        asked.set()
+        await answer.wait()
+        return httpx.Response(200, content=b"[]")
+
+    sender = HttpxSender(httpx.MockTransport(serve))
+    begun = sender.begin(httpx.Request("GET", "https://llama/"))
+    await asked.wait()
+    answer.set()
+    assert await begun.answer() == (200, b"[]")
+    begun.drop()
+    answer.clear()
+    dropped = sender.begin(httpx.Request("GET", "https://llama/"))
+    dropped.drop()
+    with pytest.raises(asyncio.CancelledError):
+        await dropped.answer()
+    await sender.aclose()
+
+
+# connecting
 
 
 async def test_nobody_listens() -> None:
