@@ -189,7 +189,11 @@ def test_proxy_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
 
 def test_interrupted_demo_leaves_nothing_running(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "slot_cache", "demo", "--serve"]
+    code = (  # who runs the tests in the background may ignore SIGINT, and so would its children
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('slot_cache', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, "demo", "--serve"]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert demo.stdout is not None
     for line in demo.stdout:
