@@ -305,7 +305,7 @@ class _Connection(asyncio.Protocol):
         if content := request.read():
             events.insert(1, h11.Data(data=content))
         data = b"".join(self._http.send(event) or b"" for event in events)
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             raise httpx.WriteError("the connection is closed")
         self._transport.write(data)
 

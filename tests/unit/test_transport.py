@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -403,6 +405,63 @@ async def test_httpx_begins_in_a_task() -> None:
     with pytest.raises(asyncio.CancelledError):
         await dropped.answer()
     await sender.aclose()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_every_answer_is_that_of_its_own_request(seed: int) -> None:
+    """Many calls at once, cancelled and dropped at any moment, of a server that closes, cuts, and sends in pieces."""
+    draw = random.Random(seed)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while (how := draw.random()) > 0.1:
+                body = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1]
+                answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body) + (0.4 < how < 0.5), body)
+                if how < 0.4:
+                    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+                    answer = (
+                        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\nX-Trailer: a\r\n\r\n"
+                    )
+                size = 7 if how < 0.7 else len(answer)
+                for start in range(0, len(answer), size):
+                    writer.write(answer[start : start + size])
+                    await asyncio.sleep(0)
+                await writer.drain()
+                if 0.4 < how < 0.5 or how > 0.95:
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    sender, ended = PlainSender(), Counter[str]()
+
+    async def call(number: int) -> None:
+        request = httpx.Request("GET", f"{url}/{number}")
+        begun = sender.begin(request) if draw.random() < 0.5 else None
+        work = asyncio.ensure_future(sender.send(request) if begun is None else begun.answer())
+        try:
+            if draw.random() < 0.4:
+                for _ in range(draw.randrange(30)):
+                    await asyncio.sleep(0)
+                work.cancel()
+            assert await work == (200, b"/%d" % number)
+            ended["answered"] += 1
+        except (asyncio.CancelledError, httpx.HTTPError) as error:
+            ended[type(error).__name__] += 1
+        finally:
+            if begun is not None:
+                begun.drop()
+
+    for first in range(0, 600, 25):
+        await asyncio.gather(*(call(number) for number in range(first, first + 25)))
+    assert sum(ended.values()) == 600
+    assert ended["answered"] > 200
+    assert ended["CancelledError"] > 50
+    assert len({id(kept) for kept in sender._kept}) == len(sender._kept) <= module.MOST_KEPT
+    for _ in range(module.MOST_CONNECTIONS):  # each was given back
+        await asyncio.wait_for(sender._room.acquire(), 1)
+    await sender.aclose()
+    server.close()
 
 
 # connecting
