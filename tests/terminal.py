@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 FRAME = re.compile(rb"\x1b\[H((?:(?!\x1b\[H).)*?)\x1b\[J", re.S)
+LAST = b"\0the end\0"
 STYLES = re.compile(r"\x1b\[[0-9;]*[mK]")
 
 
@@ -59,7 +60,7 @@ class Terminal:
     def output(self) -> bytes:
         """All that was written so far."""
         with self._lock:
-            return self._seen
+            return self._seen.replace(LAST, b"")
 
     def frame(self) -> list[str]:
         """The lines of the last whole picture."""
@@ -75,9 +76,13 @@ class Terminal:
             time.sleep(0.02)
 
     def wait(self, seconds: float = 20.0) -> int:
-        """The exit code of the program."""
+        """The exit code of the program; all of its output has been read then."""
         assert self.process is not None
-        return self.process.wait(seconds)
+        code = self.process.wait(seconds)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(self.slave, LAST)
+            self.until(lambda: self._seen.endswith(LAST))
+        return code
 
     def __enter__(self) -> Terminal:
         return self
