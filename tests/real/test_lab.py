@@ -53,9 +53,13 @@ def processes_of_group(pgid: int) -> list[int]:
 
 
 async def ask(url: str, key: str | None = None, *, model: str = "smol", stream: bool = True) -> list[Turn]:
-    conversation = Conversation("a-session", "You are a test.", model)
-    async with open_client(url, key) as client:
-        return [await conversation.turn(client, text, 8, stream) for text in ("one", "two")]
+    conversation, turns = Conversation("a-session", "You are a test.", model), []
+    for text in ("one", "two"):
+        async with open_client(
+            url, key
+        ) as client:  # llama-server now and then closes a connection that it said it keeps
+            turns.append(await conversation.turn(client, text, 8, stream))
+    return turns
 
 
 async def test_server_answers_and_reports_reuse(llama_server: Server) -> None:
