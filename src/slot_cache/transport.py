@@ -8,6 +8,8 @@ httpx's `Request`, and what goes wrong are httpx's errors. `slot-cache bench` an
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import select
 import socket
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -130,14 +132,16 @@ async def _sent(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int,
 
 
 class PlainSender:
-    """HTTP/1.1 without TLS."""
+    """HTTP/1.1 without TLS. When its event loop was closed it begins anew in the next."""
 
     def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._kept: list[_Connection] = []
         self._room = asyncio.Semaphore(MOST_CONNECTIONS)
         self._closed = False
 
     async def send(self, request: httpx.Request, *, fresh: bool = False) -> tuple[int, bytes]:
+        self._enter_loop()
         async with self._room:
             connection = (None if fresh else self._take()) or await _connect(request)
             try:
@@ -147,6 +151,7 @@ class PlainSender:
                 self._give_back(connection)
 
     def begin(self, request: httpx.Request) -> Begun | None:
+        self._enter_loop()
         connection = self._take()
         if connection is None:
             return None
@@ -162,11 +167,19 @@ class PlainSender:
         while self._kept:
             self._kept.pop().close()
 
+    def _enter_loop(self) -> None:
+        """What there was in another loop is of no use here, and closed with it."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            while self._kept:
+                self._kept.pop().close()
+            self._loop, self._room = loop, asyncio.Semaphore(MOST_CONNECTIONS)
+
     def _take(self) -> _Connection | None:
         """The connection that was used last, if that is not too long ago."""
         while self._kept:
             connection = self._kept.pop()
-            if connection.usable:
+            if connection.usable and connection.silent:
                 return connection
             connection.close()
         return None
@@ -200,12 +213,23 @@ class _Started:
 
 async def _connect(request: httpx.Request) -> _Connection:
     seconds = request.extensions.get("timeout", {}).get("connect")
-    try:
-        return await asyncio.wait_for(_open(request.url.raw_host.decode("ascii"), request.url.port or 80), seconds)
-    except asyncio.TimeoutError:
-        raise httpx.ConnectTimeout("the server lets nobody in") from None
+    host, port = request.url.raw_host.decode("ascii"), request.url.port or 80
+    opening = asyncio.get_running_loop().create_task(_open(host, port))
+    try:  # not `wait_for`, which until Python 3.12 forgets that it was cancelled when the connection is just made
+        if not (await asyncio.wait({opening}, timeout=seconds))[0]:
+            raise httpx.ConnectTimeout("the server lets nobody in")
+        return opening.result()
     except OSError as error:
         raise httpx.ConnectError(str(error)) from None
+    except BaseException:
+        opening.cancel()
+        opening.add_done_callback(_close_unwanted)
+        raise
+
+
+def _close_unwanted(opening: asyncio.Task[_Connection]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 async def _open(host: str, port: int) -> _Connection:
@@ -273,10 +297,20 @@ class _Connection(asyncio.Protocol):
             and self._loop.time() - self._used < KEPT_SECONDS
         )
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing has come that nobody asked for, nor the server's end, since the loop last had its turn."""
+        if self._transport is None:
+            return False
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), select.POLLIN)
+        return not poll.poll(0)
+
     def close(self) -> None:
         """Close it at once."""
         if self._transport is not None:
-            self._transport.abort()
+            with contextlib.suppress(RuntimeError):  # its loop is closed already
+                self._transport.abort()
             self._transport = None
 
     def start(self, request: httpx.Request) -> None:
@@ -294,10 +328,15 @@ class _Connection(asyncio.Protocol):
         except h11.RemoteProtocolError as error:
             raise httpx.RemoteProtocolError(str(error)) from None
         done = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
-        if done and not self._http.trailing_data[0]:
+        if done and not self._http.trailing_data[0] and not self._unsent:
             self._http.start_next_cycle()
             self._used, self._busy = self._loop.time(), False
         return answer
+
+    @property
+    def _unsent(self) -> int:
+        """The bytes that the server has not taken: it has answered without reading all of the request."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def _send(self, request: httpx.Request) -> None:
         head = h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -176,6 +177,64 @@ async def test_what_comes_unasked_is_not_the_next_answer() -> None:
     assert peer.connections == 2
 
 
+@pytest.mark.parametrize("begun", [False, True])
+async def test_what_came_unasked_while_the_loop_was_held_up_is_not_the_next_answer(begun: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line = Line(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        call = asyncio.create_task(line.get())
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        peer, _ = await loop.sock_accept(listener)
+        await loop.sock_recv(peer, 10_000)
+        await loop.sock_sendall(peer, OK)
+        await call
+        peer.send(OK.replace(b"[]", b"{}"))
+        time.sleep(0.05)  # noqa: ASYNC251  # the loop is held up
+        if begun:
+            assert begin(line) is None
+        else:
+            call = asyncio.create_task(line.get())
+            other, _ = await loop.sock_accept(listener)
+            await loop.sock_recv(other, 10_000)
+            await loop.sock_sendall(other, OK)
+            assert await call == (200, b"[]")
+            other.close()
+        peer.close()
+        await line.sender.aclose()
+
+
+async def test_a_connection_whose_server_did_not_read_all_of_a_request_is_not_used_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line = Line(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        request = httpx.Request("POST", f"{line.url}/completion", content=b"a" * 30_000_000)
+        call = asyncio.create_task(line.sender.send(request))
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+        peer, _ = await loop.sock_accept(listener)
+        await loop.sock_recv(peer, 10_000)
+        await loop.sock_sendall(peer, OK.replace(b"200 OK", b"413 Too Large"))
+        assert await call == (413, b"[]")
+        assert begin(line) is None
+        peer.close()
+        await line.sender.aclose()
+
+
+def test_a_sender_is_used_in_the_next_loop_when_its_own_was_closed() -> None:
+    sender = PlainSender()
+
+    async def ask() -> tuple[Begun | None, tuple[int, bytes]]:
+        peer = Peer(OK)
+        server = await asyncio.start_server(peer.serve, "127.0.0.1", 0)
+        line = Line(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", sender)
+        try:
+            return begin(line), (await asyncio.gather(*(line.get() for _ in range(module.MOST_CONNECTIONS + 1))))[0]
+        finally:
+            server.close()
+
+    assert [asyncio.run(ask()) for _ in range(2)] == [(None, (200, b"[]"))] * 2
+    asyncio.run(sender.aclose())
+
+
 async def test_calls_at_once_have_connections_of_their_own() -> None:
     peer = Peer(OK)
     peer.answer_when.clear()
@@ -290,6 +349,27 @@ async def test_a_cancelled_call_leaves_nothing_open(when: str) -> None:
         peer.answer_when.set()
         await until_closed(peer)
         assert await line.get() == (200, b"[]")
+
+
+async def test_a_call_that_is_cancelled_in_the_moment_of_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module._open
+
+    async def then_cancelled(host: str, port: int) -> object:
+        connection = await real(host, port)
+        asyncio.get_running_loop().call_soon(call.cancel)
+        return connection
+
+    monkeypatch.setattr(module, "_open", then_cancelled)
+    peer = Peer(OK)
+    peer.answer_when.clear()
+    async with listening(peer) as line:
+        call = asyncio.create_task(line.get())
+        ended, _ = await asyncio.wait({call}, timeout=1)
+        call.cancel()
+        peer.answer_when.set()
+        assert ended
+        assert call.cancelled()
+        await until_closed(peer)
 
 
 async def test_a_call_that_is_on_its_way_when_the_sender_is_closed_leaves_nothing_open() -> None:
