@@ -217,6 +217,7 @@ class SlotCacheHook(CustomLogger):
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = loop
+            self._to_note.clear()  # their timers have ended with the last loop
         if not self._mounted:
             self._mounted = endpoints.mount(self)
         if loop is not self._loop:

@@ -24,7 +24,7 @@ from slot_cache import last_prompts, lost_leases, prompt_reading, report, server
 from slot_cache import switcher as switcher_module
 from slot_cache.ended_requests import EndedRequests
 from slot_cache.findings import read_findings
-from slot_cache.hook import MANAGED_CALLS, SlotCacheHook
+from slot_cache.hook import MANAGED_CALLS, NOTE_SECONDS, SlotCacheHook
 from slot_cache.state import Outcome
 from slot_cache.switcher import SlotSwitcher
 from slot_cache.turns import TOKEN
@@ -941,6 +941,19 @@ async def test_a_state_folder_that_cannot_be_written_is_done_without(road: Road,
     road.options["state_dir"] = str(tmp_path / "file" / "state")
     assert [await road.chat("a"), await road.chat("a"), await road.chat("b")] == ["cold", "resident", "cold"]
     assert await road.chat("a") == "restored"
+
+
+async def test_the_gauges_are_told_in_the_next_event_loop_too(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    await road.chat()
+    await asyncio.sleep(2 * NOTE_SECONDS)
+    last = road.hook._loop = asyncio.new_event_loop()
+    road.hook._note_soon(road.switcher)
+    last.close()
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(road.hook.tally, "now", lambda *how: told.append(how))
+    await road.chat()
+    await asyncio.sleep(2 * NOTE_SECONDS)
+    assert told
 
 
 async def test_another_event_loop_is_left_alone(road: Road, said: Callable[[], list[str]]) -> None:
