@@ -71,7 +71,7 @@ def name_cache(
         return Named(None if want.session in in_use else want.session)
     caches = [*here, *saved]
     left = {resident.key for resident in elsewhere if resident.key is not None}
-    files = {cache.key: cache.tokens for cache in saved}
+    files = {cache.key: cache for cache in saved}
     dirty = {resident.key for resident in elsewhere if resident.key is not None and _is_newer(resident, files)}
     found = continued(want, caches, {*in_use, *dirty})
     if found is not None:
@@ -81,11 +81,13 @@ def name_cache(
     return Named(f"{want.tag}_{uuid.uuid4().hex}", perhaps_saved=False)
 
 
-def _is_newer(resident: Resident, files: Mapping[str, int]) -> bool:
-    """Whether a slot holds more of a cache than its file does, given the files' tokens. What was dirty when it was last looked
-    at may have been saved since, by another process that has taken the slot."""
-    tokens = files.get(resident.key or "", 0)
-    return resident.dirty and (resident.mark is None or resident.mark.tokens > tokens)
+def _is_newer(resident: Resident, files: Mapping[str, Known]) -> bool:
+    """Whether a slot holds what is not in the file of its cache, or more. What was dirty when it was last looked at may have
+    been saved since, by another process that has taken the slot."""
+    file = files.get(resident.key or "")
+    if not resident.dirty or file is None or resident.mark is None:
+        return resident.dirty
+    return resident.mark.tokens > file.tokens or not file.chain.startswith(resident.chain)
 
 
 def choose_donor(

@@ -97,6 +97,15 @@ def test_what_is_known_of_slots_is_marked_and_of_the_route() -> None:
             Named(SECOND, found=True),
             id="saved by another process, so that what was dirty in another slot is not any more",
         ),
+        pytest.param(
+            want("abyz"),
+            [],
+            [resident(SECOND, "aby", dirty=True)],
+            [known(SECOND, "abcd")],
+            set(),
+            Named(FIRST),
+            id="saved, but in another slot it has gone on from an earlier turn since",
+        ),
         pytest.param(want("abc"), [], [], [], set(), Named(FIRST), id="the session's first"),
     ],
 )
