@@ -167,11 +167,14 @@ class CacheFolder:
 
     async def known(self, model: str) -> list[Known]:
         """What is saved of the route by `model`, as the index knows it; the files are not looked at."""
+        await self._remember()
+        return self._known.get(model, [])
+
+    async def _remember(self) -> None:
         changes = await self.index.call(self.index.index.changes)
         if changes < 0 or changes != self._changes:
             self._known, self._by_session = await self.index.call(self._read_known)
             self._changes = changes
-        return self._known.get(model, [])
 
     def _read_known(self) -> tuple[dict[str, list[Known]], dict[str | None, list[Known]]]:
         """What is saved, by model and by session. In the thread of the index, for there may be thousands."""
@@ -187,7 +190,7 @@ class CacheFolder:
         """Learn what other processes have saved, once for each count of news."""
         if news != self._news:
             self._news = news
-            await self.known("")
+            await self._remember()
 
     def knows_better(self, want: Want, key: str, shared: int) -> bool:
         """Whether another cache than `key` was known lately of which a request continues more than `shared` links. Looks at

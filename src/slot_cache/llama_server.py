@@ -14,7 +14,7 @@ import httpx
 
 from slot_cache.model import Identity, boot_of, identity_of
 from slot_cache.state import SlotReading
-from slot_cache.transport import MOST_BYTES, Begun, TooLongError, new_sender
+from slot_cache.transport import MOST_BYTES, Begun, TooLongError, new_sender, unheard
 
 LOOK_SECONDS = 2.0
 """How long `GET /slots`, /props and /health may take. A healthy server answers in milliseconds, or, between two batches
@@ -163,11 +163,8 @@ class LlamaServer:
     def begin_slots(self) -> Begun | None:
         """Ask for the slots, and await the answer later; None where that would have to wait. A plain call that never fails.
         What it returns must be dropped in the end."""
-        if self.has_a_reason is None:
-            return None
         try:
-            params = None if self.model is None else {"autoload": "false", "model": self.model}
-            return self._sender.begin(self._request("GET", "/slots", (PATIENCE_SECONDS, LOOK_SECONDS), params, None))
+            return self._sender.begin(self._request("GET", "/slots", LOOK_SECONDS))
         except (httpx.InvalidURL, ValueError):
             return None
 
@@ -333,19 +330,11 @@ class LlamaServer:
         begun: Begun | None = None,
     ) -> Any:
         what = f"{method} {path}" + (f"?action={params['action']}" if params and "action" in params else "")
-        patient = path.startswith(("/slots", "/completion")) and self.has_a_reason is not None
-        if self.model is not None and path not in _OF_THE_ROUTER:
-            params = {**(params or {}), "autoload": "false"}
-            if method == "GET":
-                params["model"] = self.model
-            else:
-                json = {**(json or {}), "model": self.model}
-
         try:
-            timeout = (PATIENCE_SECONDS if patient else seconds, min(seconds, LOOK_SECONDS))
-            request = self._request(method, path, timeout, params, json)
-            if patient and self.has_a_reason is not None:
-                status, body = await self._patiently(request, seconds, self.has_a_reason, begun)
+            request = self._request(method, path, seconds, params, json)
+            has_a_reason = self._reason_for(path)
+            if has_a_reason is not None:
+                status, body = await self._patiently(request, seconds, has_a_reason, begun)
             else:
                 status, body = await asyncio.wait_for(self._sending(request, begun), seconds)
         except TooLongError:
@@ -361,13 +350,24 @@ class LlamaServer:
         except (ValueError, RecursionError):
             raise LlamaServerError("nonsense", f"{what}: the answer is no JSON") from None
 
+    def _reason_for(self, path: str) -> Callable[[], Awaitable[bool]] | None:
+        """What tells whether there is a reason to wait longer for the answer; None: there is none for such calls."""
+        return self.has_a_reason if path.startswith(("/slots", "/completion")) else None
+
     def _request(
-        self, method: str, path: str, timeout: tuple[float, float], params: dict[str, str] | None, json: Any
+        self, method: str, path: str, seconds: float, params: dict[str, str] | None = None, json: Any = None
     ) -> httpx.Request:
-        """A request; a GET is the same each time, and made once."""
+        """A request that names the model; a GET is the same each time, and made once."""
+        timeout = (seconds if self._reason_for(path) is None else PATIENCE_SECONDS, min(seconds, LOOK_SECONDS))
         look = (path, timeout, self.api_key)
         if method == "GET" and look in self._looks:
             return self._looks[look]
+        if self.model is not None and path not in _OF_THE_ROUTER:
+            params = {**(params or {}), "autoload": "false"}
+            if method == "GET":
+                params["model"] = self.model
+            else:
+                json = {**(json or {}), "model": self.model}
         headers = {"Accept-Encoding": "identity", "User-Agent": "litellm-slot-cache"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -409,9 +409,7 @@ class LlamaServer:
                 await asyncio.wait({call})
 
     def _sending(self, request: httpx.Request, begun: Begun | None) -> asyncio.Task[tuple[int, bytes]]:
-        call = asyncio.get_running_loop().create_task(self._twice(request, begun))
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
-        return call
+        return unheard(asyncio.get_running_loop().create_task(self._twice(request, begun)))
 
     async def _twice(self, request: httpx.Request, begun: Begun | None = None) -> tuple[int, bytes]:
         """Send, if that was not begun; once more on a new connection if the one there was broke."""

@@ -12,7 +12,7 @@ import contextlib
 import select
 import socket
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import h11
 import httpx
@@ -30,6 +30,8 @@ HAPPY_EYEBALLS_SECONDS = 0.25
 
 MOST_BYTES = 16 * 2**20
 """No answer of a llama-server that is asked here is as long."""
+
+T = TypeVar("T")
 
 
 class TooLongError(Exception):
@@ -78,6 +80,12 @@ def new_sender(base_url: str, transport: httpx.AsyncBaseTransport | None = None)
     return HttpxSender(transport)
 
 
+def unheard(task: asyncio.Task[T]) -> asyncio.Task[T]:
+    """A task whose error is no news when nobody is left to ask for it."""
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
 class HttpxSender:
     """Leaves all to httpx."""
 
@@ -92,7 +100,7 @@ class HttpxSender:
         return httpx.AsyncClient(transport=self._transport, limits=limits, trust_env=False)
 
     def begin(self, request: httpx.Request) -> Begun:
-        return _Ahead(asyncio.ensure_future(self.send(request)))
+        return _Ahead(asyncio.get_running_loop().create_task(self.send(request)))
 
     async def send(self, request: httpx.Request, *, fresh: bool = False) -> tuple[int, bytes]:
         if not fresh:
@@ -107,15 +115,14 @@ class HttpxSender:
 class _Ahead:
     """A task that sends."""
 
-    def __init__(self, task: asyncio.Future[tuple[int, bytes]]) -> None:
+    def __init__(self, task: asyncio.Task[tuple[int, bytes]]) -> None:
         self._task = task
 
     async def answer(self) -> tuple[int, bytes]:
         return await self._task
 
     def drop(self) -> None:
-        self._task.cancel()
-        self._task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is left to ask
+        unheard(self._task).cancel()
 
 
 async def _sent(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
@@ -340,9 +347,8 @@ class _Connection(asyncio.Protocol):
 
     def _send(self, request: httpx.Request) -> None:
         head = h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw)
-        events: list[h11.Event] = [head, h11.EndOfMessage()]
-        if content := request.read():
-            events.insert(1, h11.Data(data=content))
+        body = [h11.Data(data=content)] if (content := request.read()) else []
+        events: list[h11.Event] = [head, *body, h11.EndOfMessage()]
         data = b"".join(self._http.send(event) or b"" for event in events)
         if self._transport is None or self._transport.is_closing():
             raise httpx.WriteError("the connection is closed")

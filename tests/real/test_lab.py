@@ -55,9 +55,8 @@ def processes_of_group(pgid: int) -> list[int]:
 async def ask(url: str, key: str | None = None, *, model: str = "smol", stream: bool = True) -> list[Turn]:
     conversation, turns = Conversation("a-session", "You are a test.", model), []
     for text in ("one", "two"):
-        async with open_client(
-            url, key
-        ) as client:  # llama-server now and then closes a connection that it said it keeps
+        # a connection for each: llama-server now and then closes one that it said it keeps
+        async with open_client(url, key) as client:
             turns.append(await conversation.turn(client, text, 8, stream))
     return turns
 
