@@ -19,7 +19,7 @@ from router_server import NAMES, RouterServer, build_models, find_binary
 import house
 from clients import Reply, Session
 from fake_router import FakeRouter
-from relay import Relay
+from relay import Call, Relay
 from slot_cache.lab.chat import open_client
 from slot_cache.lab.configs import CALLBACK
 from slot_cache.lab.proxy import LiteLLMProxy
@@ -129,7 +129,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with contextlib.ExitStack() as stack:
         relays = {name: stack.enter_context(Relay()) for name in names}
         options: dict[str, dict[str, Any]] = {name: {"save_path": str(saved)} for name in names}
-        options["idle"]["save_idle_seconds"] = 0.3
+        options["idle"]["save_idle_seconds"] = 1
         for name, _, setting, _ in CASES:
             if setting is not None:
                 options[name]["models_max"] = setting
@@ -336,7 +336,9 @@ async def test_an_idle_save_never_loads_a_model(routed: House) -> None:
             await talk.turn(client)
             await relay.until(lambda: relay.count("save"))
             await relay.until(lambda: relay.calls[-1].status is not None)
+            seen = len(relay.calls)
             await talk.turn(client)
+            await relay.until(lambda: _looked_at_since(relay.calls[seen:]))  # the idle save is due then
             seen = len(relay.calls)
             await tell(router, "/models/unload", {"model": "alpha"})
             asked = ("props", "slots", "save")
@@ -346,6 +348,12 @@ async def test_an_idle_save_never_loads_a_model(routed: House) -> None:
             assert (await talk.turn(client)).outcome == "restored"
             assert router.loads("alpha") == 2
     assert routed.tokens_saved(talk) > 0
+
+
+def _looked_at_since(calls: list[Call]) -> bool:
+    """Whether the slots were looked at after the last request."""
+    last = max((number for number, call in enumerate(calls) if call.kind == "request"), default=len(calls))
+    return any(call.kind == "slots" and call.answered for call in calls[last:])
 
 
 async def what_it_says(client: httpx.AsyncClient) -> list[tuple[Any, ...]]:
